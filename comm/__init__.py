@@ -1,0 +1,1 @@
+"""Agent identity, memory transfers and expert-parallel groups behind Protocols."""

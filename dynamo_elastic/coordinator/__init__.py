@@ -1,0 +1,1 @@
+"""Control plane: etcd behind a Store, leases, leadership, one durable scale operation."""

@@ -1,0 +1,250 @@
+"""Every etcd key and every record under it, with their codec and schema version.
+
+/dynamo-elastic/{deployment}/
+  owner                 who runs this deployment (lease): a second `serve` is refused
+  leader                the coordinator in charge (lease); its create revision is the token
+  topology              Topology in force
+  operation             OperationRecord of the one operation under way; absent when idle
+  last                  OperationRecord of the newest finished operation
+  epoch                 the highest epoch ever used
+  target                TargetRecord: newest wins
+  members/{worker}      MemberRecord (lease of the shell)
+  commands/{worker}     CommandRecord: the newest command to that participant
+  acks/{worker}         AckRecord (lease of the shell): its answer
+  endpoints/{epoch}/{worker}  EndpointRecord (lease of the shell): how to reach its engine
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from dynamo_elastic.errors import ElasticError
+from dynamo_elastic.phases import Kind, Phase, Step
+from dynamo_elastic.topology import ScalePlan
+from dynamo_elastic.types import (
+    NO_INCARNATION,
+    Epoch,
+    FencingToken,
+    Incarnation,
+    OperationId,
+    WorkerId,
+)
+
+SCHEMA_VERSION = 1
+ROOT = "/dynamo-elastic"
+
+T = TypeVar("T")
+
+
+class RecordError(ElasticError):
+    """A stored record can't be read: it is damaged, or of another schema version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Key names of one deployment."""
+
+    deployment: str
+
+    @property
+    def prefix(self) -> str:
+        return f"{ROOT}/{self.deployment}/"
+
+    @property
+    def owner(self) -> str:
+        return f"{self.prefix}owner"
+
+    @property
+    def leader(self) -> str:
+        return f"{self.prefix}leader"
+
+    @property
+    def topology(self) -> str:
+        return f"{self.prefix}topology"
+
+    @property
+    def operation(self) -> str:
+        return f"{self.prefix}operation"
+
+    @property
+    def last(self) -> str:
+        return f"{self.prefix}last"
+
+    @property
+    def epoch(self) -> str:
+        return f"{self.prefix}epoch"
+
+    @property
+    def target(self) -> str:
+        return f"{self.prefix}target"
+
+    @property
+    def members(self) -> str:
+        return f"{self.prefix}members/"
+
+    @property
+    def acks(self) -> str:
+        return f"{self.prefix}acks/"
+
+    def member(self, worker: WorkerId) -> str:
+        return f"{self.members}{worker}"
+
+    def command(self, worker: WorkerId) -> str:
+        return f"{self.prefix}commands/{worker}"
+
+    def ack(self, worker: WorkerId) -> str:
+        return f"{self.acks}{worker}"
+
+    def endpoints(self, epoch: Epoch) -> str:
+        return f"{self.prefix}endpoints/{epoch:08d}/"
+
+    def endpoint(self, epoch: Epoch, worker: WorkerId) -> str:
+        return f"{self.endpoints(epoch)}{worker}"
+
+
+class MemberState(StrEnum):
+    """What a worker shell is doing."""
+
+    STANDBY = "standby"
+    """No engine: free to be a joiner."""
+    JOINING = "joining"
+    SERVING = "serving"
+    LEAVING = "leaving"
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRecord:
+    """A live worker shell. `lost_reason` is set while its engine is dead but its rank is not yet
+    taken from it."""
+
+    worker_id: WorkerId
+    slot: int
+    host: str
+    pid: int
+    state: MemberState
+    incarnation: Incarnation = NO_INCARNATION
+    lost_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRecord:
+    """How many ranks somebody wants. `ranks` is absolute."""
+
+    request_id: str
+    ranks: int
+    source: str
+    """'cli', 'planner' or 'boot'."""
+    requested_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommandRecord:
+    """One command to one participant. Run once for each (operation_id, seq)."""
+
+    operation_id: OperationId
+    epoch: Epoch
+    token: FencingToken
+    seq: int
+    step: Step
+    deadline_s: float
+    """Seconds that the participant has, from when it reads the command."""
+    payload: dict[str, Any] = field(default_factory=dict)
+
+
+class AckStatus(StrEnum):
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class AckRecord:
+    """A participant's answer to the command with the same operation id and seq."""
+
+    operation_id: OperationId
+    token: FencingToken
+    seq: int
+    step: Step
+    status: AckStatus
+    reason: str = ""
+    elapsed_s: float = 0.0
+    payload: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRecord:
+    """One phase as it went: wall-clock start, seconds, and facts worth showing."""
+
+    phase: Phase
+    started_at_s: float
+    elapsed_s: float = 0.0
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRecord:
+    """The one durable scale operation: who, what, how far, and why it stopped."""
+
+    operation_id: OperationId
+    kind: Kind
+    plan: ScalePlan
+    phase: Phase
+    source: str
+    request_id: str
+    token: FencingToken
+    topology_revision: int
+    """mod_revision of the topology that the plan was made from (0: there was none)."""
+    opened_at_s: float
+    requested_ranks: int = 0
+    """What was asked for, before it was made legal."""
+    phases: tuple[PhaseRecord, ...] = ()
+    participants: dict[WorkerId, str] = field(default_factory=dict)
+    """Last answer of each participant: '<step> done', '<step> failed: why', 'lost'."""
+    lost: tuple[WorkerId, ...] = ()
+    failure: str = ""
+    elapsed_s: float = 0.0
+    safe_to_release: tuple[WorkerId, ...] = ()
+    """Leavers whose GPUs are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointRecord:
+    """How peers reach one engine in one epoch. Opaque to the control plane."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    epoch: Epoch
+    endpoint: dict[str, Any]
+
+
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
+
+
+def encode(record: object) -> bytes:
+    """JSON of a record, with the schema version."""
+    body: bytes = _adapter(type(record)).dump_json(record)
+    return b'{"schema_version":%d,"record":%s}' % (SCHEMA_VERSION, body)
+
+
+def decode(kind: type[T], raw: bytes) -> T:
+    """The record in `raw`. Raises RecordError if it is damaged or of another schema version."""
+    try:
+        envelope = TypeAdapter(dict[str, Any]).validate_json(raw)
+        version = envelope.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise RecordError(
+                f"{kind.__name__} has schema version {version}, this program reads {SCHEMA_VERSION}"
+            )
+        result: T = _adapter(kind).validate_python(envelope.get("record"))
+    except (ValidationError, ValueError) as exc:
+        raise RecordError(f"{kind.__name__} can't be read: {exc}") from exc
+    return result
+
+
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]

@@ -1,0 +1,1 @@
+"""NVIDIA Dynamo: registration of instances, planner decisions, commands of its processes."""

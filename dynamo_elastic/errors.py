@@ -1,0 +1,225 @@
+"""Every error that dynamo_elastic raises.
+
+* ElasticError
+  + ConfigError                a setting is wrong; carries .faults (one line each: field and remedy)
+  + ResourceMissing            this host lacks something (root, CRIU, a driver); carries .remedy
+  + StoreError
+    - StoreUnavailable         the request certainly did not take effect
+    - OutcomeUnknown           the request may or may not have taken effect
+    - GuardFailed              a transaction's guard did not hold; nothing was applied
+  + SessionLost                our lease ran out; carries .cause
+  + LeadershipLost             this coordinator was fenced off; stop writing
+  + StaleCommand               a command carried a token older than one already seen; refused
+  + IllegalTransition          a state machine was asked for a move it does not have
+  + TargetRefused              a scale target is not legal; carries .reason (nothing changed)
+  + ScaleError                 one scale operation failed; carries .operation_id and .phase
+    - PhaseTimeout             not every participant acknowledged in time; carries .ranks
+    - ParticipantFailed        carries .rank
+    - ScaleAborted             rolled back; the topology before it is still in force
+  + EngineError                an engine refused or failed a request; carries .took_effect
+    - EngineGone               its process or socket went away
+  + TransferError              a memory transfer failed; carries .remote and .bytes_done
+    - TransferTimeout          it made no progress before its deadline
+    - DigestMismatch           bytes arrived, but not the right ones; carries .regions
+  + PeerLost                   an expert-parallel peer went away; carries .ranks
+  + SnapshotError
+    - SnapshotNotFound
+    - SnapshotDamaged          a file is missing, altered, or not ours; nothing was run
+    - SnapshotMismatch         the fingerprint does not fit; carries .mismatches
+    - NotQuiescent             the process holds what an image must not; carries .findings
+    - ImagerError              CRIU failed; carries .argv, .returncode and .log_tail
+      . PidClash               a pid of the image is taken in the namespace; carries .pid
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ElasticError(Exception):
+    """Base class: `except ElasticError` catches everything this package raises."""
+
+
+class ConfigError(ElasticError):
+    """Settings are wrong. Every fault is listed at once, with its field and its remedy."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = tuple(faults)
+
+
+class ResourceMissing(ElasticError):
+    """This host lacks something that the act needs; nothing was changed."""
+
+    def __init__(self, message: str, *, remedy: str) -> None:
+        super().__init__(f"{message}: {remedy}")
+        self.remedy = remedy
+
+
+class StoreError(ElasticError):
+    """The coordination store could not serve a request."""
+
+
+class StoreUnavailable(StoreError):
+    """The request certainly did not take effect; it is safe to try again."""
+
+
+class OutcomeUnknown(StoreError):
+    """The reply was lost: the request may have taken effect. Read before retrying."""
+
+
+class GuardFailed(StoreError):
+    """A transaction was refused because one of its guards did not hold."""
+
+
+class SessionLost(ElasticError):
+    """Our lease ran out or was revoked: every key on it is gone."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"session lost: {cause}")
+        self.cause = cause
+
+
+class LeadershipLost(ElasticError):
+    """Another coordinator holds a newer fencing token; stop writing at once."""
+
+
+class StaleCommand(ElasticError):
+    """A command carried an older fencing token than one already seen; it was not run."""
+
+
+class IllegalTransition(ElasticError):
+    """A state machine was asked for a move that its table does not have."""
+
+    def __init__(self, machine: str, before: str, after: str) -> None:
+        super().__init__(f"{machine} cannot go from {before} to {after}")
+        self.before = before
+        self.after = after
+
+
+class TargetRefused(ElasticError):
+    """A scale target is not legal; nothing was changed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class ScaleError(ElasticError):
+    """Base class for the failure of one scale operation."""
+
+    def __init__(self, message: str, *, operation_id: str, phase: str) -> None:
+        super().__init__(f"{message} (operation {operation_id}, phase {phase})")
+        self.reason = message
+        self.operation_id = operation_id
+        self.phase = phase
+
+
+class PhaseTimeout(ScaleError):
+    """Not every participant acknowledged a phase before its deadline."""
+
+    def __init__(
+        self, message: str, *, operation_id: str, phase: str, ranks: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message, operation_id=operation_id, phase=phase)
+        self.ranks = tuple(ranks)
+
+
+class ParticipantFailed(ScaleError):
+    """One participant reported failure, or its lease ran out, during a phase."""
+
+    def __init__(self, message: str, *, operation_id: str, phase: str, rank: int) -> None:
+        super().__init__(message, operation_id=operation_id, phase=phase)
+        self.rank = rank
+
+
+class ScaleAborted(ScaleError):
+    """The operation was rolled back; the topology before it is still in force."""
+
+
+class EngineError(ElasticError):
+    """An engine refused or failed a request; `took_effect` says whether its state changed."""
+
+    def __init__(self, message: str, *, took_effect: bool = False) -> None:
+        super().__init__(message)
+        self.took_effect = took_effect
+
+
+class EngineGone(EngineError):
+    """The engine's process or its socket went away: what it was doing is lost with it."""
+
+
+class TransferError(ElasticError):
+    """A memory transfer failed. The destination region holds an unknown mix of bytes."""
+
+    def __init__(self, message: str, *, remote: str, bytes_done: int = 0) -> None:
+        super().__init__(f"{message} (remote agent {remote}, {bytes_done} bytes done)")
+        self.remote = remote
+        self.bytes_done = bytes_done
+
+
+class TransferTimeout(TransferError):
+    """A transfer made no progress before its deadline; late bytes may still land."""
+
+
+class DigestMismatch(TransferError):
+    """Bytes arrived, but not the right ones."""
+
+    def __init__(self, *, remote: str, regions: Sequence[str]) -> None:
+        shown = ", ".join(list(regions)[:3])
+        super().__init__(f"digest mismatch in {len(regions)} regions ({shown})", remote=remote)
+        self.regions = tuple(regions)
+
+
+class PeerLost(ElasticError):
+    """Expert-parallel peers went away; tokens of the step at hand are not to be used."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"lost expert-parallel peers {sorted(ranks)}")
+        self.ranks = frozenset(ranks)
+
+
+class SnapshotError(ElasticError):
+    """Base class for everything about snapshots."""
+
+
+class SnapshotNotFound(SnapshotError):
+    """No such snapshot in the catalog."""
+
+
+class SnapshotDamaged(SnapshotError):
+    """A file of the snapshot is missing, altered, or not ours; nothing of it was run."""
+
+
+class SnapshotMismatch(SnapshotError):
+    """The snapshot was made for another world than this one; no process was touched."""
+
+    def __init__(self, image_id: str, mismatches: Sequence[str]) -> None:
+        super().__init__(f"snapshot {image_id} does not fit: {'; '.join(mismatches)}")
+        self.mismatches = tuple(mismatches)
+
+
+class NotQuiescent(SnapshotError):
+    """The process holds what an image must not hold; it was not dumped and still runs."""
+
+    def __init__(self, findings: Sequence[str]) -> None:
+        super().__init__(f"process is not quiescent: {'; '.join(findings)}")
+        self.findings = tuple(findings)
+
+
+class ImagerError(SnapshotError):
+    """CRIU failed. After a failed dump the process runs on; after a restore nothing is left."""
+
+    def __init__(self, argv: Sequence[str], returncode: int, log_tail: str) -> None:
+        super().__init__(f"{' '.join(list(argv)[:3])} failed with {returncode}: {log_tail}")
+        self.argv = tuple(argv)
+        self.returncode = returncode
+        self.log_tail = log_tail
+
+
+class PidClash(ImagerError):
+    """A pid of the image is already taken in the engines' pid namespace."""
+
+    def __init__(self, argv: Sequence[str], returncode: int, log_tail: str, *, pid: int) -> None:
+        super().__init__(argv, returncode, log_tail)
+        self.pid = pid

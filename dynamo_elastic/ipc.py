@@ -1,0 +1,187 @@
+"""Calls over a unix socket between processes of one host, on aiohttp.
+
+One POST a call, JSON both ways, a deadline on every call, typed errors carried across. A socket is
+made with mode 0600, and the server asks the kernel who is calling: only root and its own user may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from dynamo_elastic import errors
+from dynamo_elastic.errors import ElasticError, EngineError, EngineGone
+
+Handler = Callable[[dict[str, Any]], Awaitable[Any]]
+StreamHandler = Callable[[dict[str, Any]], AsyncIterator[Any]]
+
+MAX_BODY_BYTES = 64 << 20
+_CONNECT_TIMEOUT_S = 2.0
+
+
+class RpcServer:
+    """Serves named calls on a unix socket. Close it to remove the socket."""
+
+    def __init__(
+        self,
+        path: Path,
+        calls: Mapping[str, Handler],
+        streams: Mapping[str, StreamHandler] | None = None,
+    ) -> None:
+        self._path = path
+        self._calls = calls
+        self._streams = streams or {}
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Bind and serve. A socket that is left over from a dead process is replaced."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_check_peer])
+        app.router.add_post("/call/{name}", self._call)
+        app.router.add_post("/stream/{name}", self._stream)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        self._path.unlink(missing_ok=True)
+        await web.UnixSite(self._runner, str(self._path)).start()
+        self._path.chmod(0o600)
+
+    async def close(self) -> None:
+        """Stop serving; calls under way get a second to end. Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+            self._path.unlink(missing_ok=True)
+
+    async def _call(self, request: web.Request) -> web.Response:
+        handler = self._calls.get(request.match_info["name"])
+        if handler is None:
+            return _failure(EngineError(f"no such call: {request.match_info['name']}"), 404)
+        try:
+            return web.json_response({"result": await handler(await request.json())})
+        except ElasticError as exc:
+            return _failure(exc, 409)
+        except (ValueError, KeyError, TypeError) as exc:
+            return _failure(EngineError(f"bad request: {type(exc).__name__}: {exc}"), 400)
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        handler = self._streams.get(request.match_info["name"])
+        if handler is None:
+            return _failure(EngineError(f"no such stream: {request.match_info['name']}"), 404)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        async for item in handler(await request.json()):
+            await response.write(json.dumps(item).encode() + b"\n")
+        return response
+
+
+@web.middleware
+async def _check_peer(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    peer = request.transport.get_extra_info("socket") if request.transport else None
+    if peer is None:
+        raise web.HTTPForbidden
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _pid, uid, _gid = struct.unpack("3i", raw)
+    if uid not in (0, os.geteuid()):
+        raise web.HTTPForbidden
+    return await handler(request)
+
+
+def _failure(exc: ElasticError, status: int) -> web.Response:
+    body = {"error": type(exc).__name__, "message": str(exc)}
+    body["took_effect"] = str(int(getattr(exc, "took_effect", False)))
+    return web.json_response(body, status=status)
+
+
+class RpcClient:
+    """Calls a server on a unix socket. Owns one connection pool; close it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(self, name: str, params: Mapping[str, Any], *, timeout_s: float) -> Any:
+        """The result of `name`. Raises the server's typed error (EngineError if its constructor
+        needs more than a message), or EngineGone if the server can't be reached or does not answer
+        in `timeout_s`; then whether the call took effect is unknown."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        try:
+            async with self._open().post(
+                f"http://unix/call/{name}", json=dict(params), timeout=timeout
+            ) as response:
+                body = await response.json()
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
+            raise EngineGone(f"{name} on {self._path.name}: {exc or type(exc).__name__}") from exc
+        if "error" in body:
+            raise _remote_error(body)
+        return body["result"]
+
+    @asynccontextmanager
+    async def stream(
+        self, name: str, params: Mapping[str, Any]
+    ) -> AsyncIterator[AsyncIterator[Any]]:
+        """Items of a stream as they come; EngineGone is raised from the iterator when it breaks."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+        try:
+            async with self._open().post(
+                f"http://unix/stream/{name}", json=dict(params), timeout=timeout
+            ) as response:
+                yield _lines(response, name)
+        except (aiohttp.ClientError, OSError) as exc:
+            raise EngineGone(f"{name} on {self._path.name}: {exc}") from exc
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.UnixConnector(path=str(self._path))
+            self._session = aiohttp.ClientSession(connector=connector)
+        return self._session
+
+
+async def _lines(response: aiohttp.ClientResponse, name: str) -> AsyncIterator[Any]:
+    try:
+        async for line in response.content:
+            yield json.loads(line)
+    except (aiohttp.ClientError, OSError, ValueError) as exc:
+        raise EngineGone(f"stream {name} broke: {exc}") from exc
+
+
+def _remote_error(body: Mapping[str, Any]) -> ElasticError:
+    kind = getattr(errors, str(body["error"]), EngineError)
+    message = str(body.get("message", ""))
+    if isinstance(kind, type) and issubclass(kind, EngineError):
+        return kind(message, took_effect=body.get("took_effect") == "1")
+    simple = (errors.TargetRefused, errors.LeadershipLost, errors.StaleCommand)
+    if isinstance(kind, type) and issubclass(kind, simple):
+        return kind(message)
+    return EngineError(f"{body['error']}: {message}")
+
+
+async def wait_for_socket(path: Path, *, timeout_s: float) -> None:
+    """Return once something listens on `path`. Raises EngineGone after `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while loop.time() < deadline:
+        try:
+            _, writer = await asyncio.open_unix_connection(str(path))
+        except OSError:
+            await asyncio.sleep(0.005)
+            continue
+        writer.close()
+        return
+    raise EngineGone(f"nothing listens on {path} after {timeout_s:g} s")

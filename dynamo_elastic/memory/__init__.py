@@ -1,0 +1,1 @@
+"""Where weights live: one arena a rank, at addresses that survive a snapshot."""

@@ -1,0 +1,218 @@
+"""The phases of one scale operation: one table for code, docs, metrics and tests.
+
+A phase is what an operator sees; a step is one command to one participant. The coordinator runs
+the phases of a kind in order and, in each, its steps in order; `who` says which participants take
+part. COMMIT has no command: it is one transaction in etcd, and participants acknowledge the
+switch that they make when they have seen it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dynamo_elastic.errors import IllegalTransition
+
+
+class Kind(StrEnum):
+    """What an operation does to the topology."""
+
+    BOOT = "boot"
+    UP = "up"
+    DOWN = "down"
+
+
+class Phase(StrEnum):
+    """Where an operation stands."""
+
+    PLAN = "plan"
+    RESTORE = "restore"
+    CONNECT = "connect"
+    STREAM = "stream"
+    CHECK = "check"
+    DRAIN = "drain"
+    REDISTRIBUTE = "redistribute"
+    COMMIT = "commit"
+    CANARY = "canary"
+    SERVE = "serve"
+    REBALANCE = "rebalance"
+    DISCONNECT = "disconnect"
+    PARK = "park"
+    DONE = "done"
+    ABORTING = "aborting"
+    ABORTED = "aborted"
+
+
+class Step(StrEnum):
+    """One command to a participant."""
+
+    FREEZE = "freeze"
+    RESTORE = "restore"
+    OPEN = "open"
+    CONNECT = "connect"
+    LOAD = "load"
+    STREAM = "stream"
+    CHECK = "check"
+    DRAIN = "drain"
+    PUSH_EXPERTS = "push_experts"
+    INSTALL = "install"
+    SWITCH = "switch"
+    CANARY = "canary"
+    SERVE = "serve"
+    DISCONNECT = "disconnect"
+    PARK = "park"
+    THAW = "thaw"
+    ABORT = "abort"
+
+
+class Who(StrEnum):
+    """Which participants a step is for."""
+
+    RETAINED = "retained"
+    JOINERS = "joiners"
+    LEAVERS = "leavers"
+    NEXT = "next"
+    """Members of the next topology: retained and joiners."""
+    BEFORE = "before"
+    """Members of the topology in force: retained and leavers."""
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpec:
+    """One row of the table."""
+
+    phase: Phase
+    steps: tuple[tuple[Step, Who], ...]
+    what: str
+
+
+_PLAN = PhaseSpec(
+    Phase.PLAN,
+    ((Step.FREEZE, Who.BEFORE),),
+    "absolute target made legal; expert moves frozen until the end",
+)
+_RESTORE = PhaseSpec(
+    Phase.RESTORE,
+    ((Step.RESTORE, Who.JOINERS),),
+    "joiners from parked, image or cold; each reports in",
+)
+_CONNECT = PhaseSpec(
+    Phase.CONNECT,
+    ((Step.OPEN, Who.NEXT), (Step.CONNECT, Who.NEXT)),
+    "the next epoch's group connected, masked, while the old one serves",
+)
+_COMMIT = PhaseSpec(
+    Phase.COMMIT,
+    ((Step.SWITCH, Who.NEXT),),
+    "decision durable in etcd, then the switch at one step boundary",
+)
+_CANARY = PhaseSpec(
+    Phase.CANARY,
+    ((Step.CANARY, Who.NEXT),),
+    "each joiner answers a probe with the tokens of a retained rank",
+)
+_SERVE = PhaseSpec(
+    Phase.SERVE,
+    ((Step.SERVE, Who.JOINERS),),
+    "its shell registers with Dynamo; the card is read back",
+)
+
+PHASES: dict[Kind, tuple[PhaseSpec, ...]] = {
+    Kind.BOOT: (
+        _PLAN,
+        _RESTORE,
+        _CONNECT,
+        PhaseSpec(Phase.STREAM, ((Step.LOAD, Who.JOINERS),), "weights from the model directory"),
+        _COMMIT,
+        _CANARY,
+        _SERVE,
+    ),
+    Kind.UP: (
+        _PLAN,
+        _RESTORE,
+        _CONNECT,
+        PhaseSpec(
+            Phase.STREAM,
+            ((Step.STREAM, Who.RETAINED),),
+            "dense and replicated weights pushed by the retained ranks",
+        ),
+        PhaseSpec(
+            Phase.CHECK,
+            ((Step.CHECK, Who.JOINERS),),
+            "digests of every byte, masked probe against a retained rank",
+        ),
+        _COMMIT,
+        _CANARY,
+        _SERVE,
+        PhaseSpec(
+            Phase.REBALANCE,
+            ((Step.PUSH_EXPERTS, Who.NEXT), (Step.INSTALL, Who.NEXT), (Step.THAW, Who.NEXT)),
+            "experts copied to the new ranks in the background",
+        ),
+    ),
+    Kind.DOWN: (
+        _PLAN,
+        PhaseSpec(
+            Phase.DRAIN,
+            ((Step.DRAIN, Who.LEAVERS),),
+            "leavers unregister; short requests finish, the others move",
+        ),
+        PhaseSpec(
+            Phase.REDISTRIBUTE,
+            (
+                (Step.OPEN, Who.NEXT),
+                (Step.CONNECT, Who.NEXT),
+                (Step.PUSH_EXPERTS, Who.BEFORE),
+                (Step.INSTALL, Who.NEXT),
+            ),
+            "experts move off the leavers; the smaller group is connected, masked",
+        ),
+        _COMMIT,
+        PhaseSpec(
+            Phase.DISCONNECT,
+            ((Step.DISCONNECT, Who.NEXT),),
+            "every peer lets go of the leavers before they unmap",
+        ),
+        PhaseSpec(
+            Phase.PARK,
+            ((Step.PARK, Who.LEAVERS), (Step.THAW, Who.NEXT)),
+            "leavers parked or ended; their GPUs are free",
+        ),
+    ),
+}
+"""Phases of each kind, in order. Up to COMMIT a failure aborts; from there only forward."""
+
+TERMINAL = frozenset({Phase.DONE, Phase.ABORTED})
+
+
+def phases_of(kind: Kind) -> tuple[Phase, ...]:
+    """Phases of `kind` in order, without DONE and the aborting ones."""
+    return tuple(spec.phase for spec in PHASES[kind])
+
+
+def committed(kind: Kind, phase: Phase) -> bool:
+    """True once an operation in `phase` may only go forward (COMMIT itself is decided in etcd)."""
+    if phase is Phase.DONE:
+        return True
+    order = phases_of(kind)
+    return phase in order and order.index(phase) > order.index(Phase.COMMIT)
+
+
+def check_move(kind: Kind, before: Phase, after: Phase) -> None:
+    """Raise IllegalTransition unless an operation of `kind` may go from `before` to `after`.
+
+    Legal moves: to the next phase of the table; to DONE from the last; to ABORTING from any phase
+    before COMMIT's transaction; from ABORTING to ABORTED.
+    """
+    order = phases_of(kind)
+    legal: set[Phase] = set()
+    if before in order:
+        at = order.index(before)
+        legal.add(order[at + 1] if at + 1 < len(order) else Phase.DONE)
+        if not committed(kind, before):
+            legal.add(Phase.ABORTING)
+    elif before is Phase.ABORTING:
+        legal.add(Phase.ABORTED)
+    if after not in legal:
+        raise IllegalTransition(f"operation {kind}", before, after)

@@ -1,0 +1,1 @@
+"""`dynamo-elastic serve`: every process of a one-machine deployment, started and stopped."""

@@ -1,0 +1,26 @@
+"""Names for plain values, so that a rank cannot be passed where an epoch is meant."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+Rank = NewType("Rank", int)
+"""Position in the expert-parallel group of one epoch, 0-based and without gaps."""
+
+Epoch = NewType("Epoch", int)
+"""Number of a topology; strictly rising, never used twice, not even after an abort."""
+
+WorkerId = NewType("WorkerId", str)
+"""A worker shell: stable over epochs, one per GPU slot of a host ('host-a.slot2')."""
+
+Incarnation = NewType("Incarnation", str)
+"""One life of an engine process; a restored or restarted engine has a new one."""
+
+LeaseId = NewType("LeaseId", int)
+FencingToken = NewType("FencingToken", int)
+"""Create revision of the leader's key: a newer leader has a larger one."""
+
+NO_INCARNATION = Incarnation("")
+"""No engine."""
+
+OperationId = NewType("OperationId", str)

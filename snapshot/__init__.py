@@ -1,0 +1,1 @@
+"""Snapshots of warm engine processes: take, catalog, verify, restore."""
