@@ -1,0 +1,1 @@
+"""The command line: `dynamo-elastic serve | scale | status | snapshot ...`."""
