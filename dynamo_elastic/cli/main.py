@@ -1,0 +1,55 @@
+"""`dynamo-elastic`: the command line. Every error is one line and an exit code other than 0."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+import typer
+
+from dynamo_elastic import __version__
+from dynamo_elastic.cli import demo, scale, serve, snapshot
+from dynamo_elastic.errors import ConfigError, ElasticError
+
+app = typer.Typer(
+    help="Elastic expert-parallel workers for NVIDIA Dynamo.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("serve")(serve.serve)
+app.command("scale")(scale.scale)
+app.command("status")(scale.status)
+app.command("demo")(demo.demo)
+app.add_typer(snapshot.app, name="snapshot")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command. Exit codes: 0 done, 1 it failed, 2 bad input (nothing was changed)."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=argv, prog_name="dynamo-elastic", standalone_mode=False)
+    except ConfigError as exc:
+        for fault in exc.faults:
+            print(f"error: {fault}", file=sys.stderr)
+        sys.exit(2)
+    except ElasticError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        sys.exit(1)
+    except click.ClickException as exc:
+        exc.show()
+        sys.exit(exc.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

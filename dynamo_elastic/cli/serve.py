@@ -1,0 +1,56 @@
+"""`dynamo-elastic serve -f deployment.yaml`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dynamo_elastic.config import DeploymentConfig, load_config
+from dynamo_elastic.serve.deployment import running
+
+ConfigFile = Annotated[
+    Path,
+    typer.Option("-f", "--file", envvar="DYN_ELASTIC_CONFIG", help="Deployment YAML."),
+]
+
+
+def serve(file: ConfigFile) -> None:
+    """Run a whole deployment on this machine until Ctrl-C; then stop all of it."""
+    asyncio.run(_serve(load_config(file), file))
+
+
+async def _serve(config: DeploymentConfig, file: Path) -> None:
+    console = Console(stderr=True, highlight=False)
+    stop_on_signal()
+    try:
+        async with running(config, lambda text: console.print(f"[dim]{text}[/dim]")) as deployment:
+            console.print(
+                f"serving [bold]{config.model.name}[/bold] on {config.scale.initial_ranks} ranks"
+            )
+            if config.frontend.enabled:
+                console.print(f"OpenAI API: {deployment.url}/v1")
+            console.print(f"scale it:   dynamo-elastic scale N -f {file}")
+            raise await deployment.supervisor.failed
+    except asyncio.CancelledError:
+        console.print("stopped; nothing is left running")
+
+
+def stop_on_signal() -> None:
+    """Cancel the current task at the first SIGINT or SIGTERM, so that it can clean up; later ones
+    are ignored: clean-up has its own deadlines."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+
+    def stop() -> None:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, lambda: None)
+        if task is not None:
+            task.cancel()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, stop)

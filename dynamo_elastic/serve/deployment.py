@@ -1,0 +1,240 @@
+"""A deployment on one machine: brought up in order, taken down in reverse, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from dynamo_elastic.agent.client import AgentClient
+from dynamo_elastic.agent.images import create_images, missing_slots
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.coordinator.etcd import EtcdStore
+from dynamo_elastic.coordinator.records import Keys, OperationRecord, decode
+from dynamo_elastic.coordinator.session import Session
+from dynamo_elastic.coordinator.store import Delete, Guard, Put, Store
+from dynamo_elastic.errors import ConfigError, ElasticError, GuardFailed, StoreError
+from dynamo_elastic.phases import Phase
+from dynamo_elastic.serve import plan
+from dynamo_elastic.serve.preflight import check_host, state_directory
+from dynamo_elastic.serve.processes import ProcessSpec, Ready, Supervisor
+
+Say = Callable[[str], None]
+
+_START_TIMEOUT_S = 30.0
+_BOOT_TIMEOUT_S = 180.0
+_PLANNER_TIMEOUT_S = 90.0
+_OWNER_TTL_S = 10
+
+
+@dataclass(slots=True)
+class Deployment:
+    """A running deployment and the handles to look into it. Owned by `running()`."""
+
+    config: DeploymentConfig
+    store: Store
+    keys: Keys
+    agent: AgentClient
+    supervisor: Supervisor
+
+    @property
+    def timeline(self) -> Path:
+        """One JSON line per phase event of every operation."""
+        return self.config.state_dir / "timeline.jsonl"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.config.frontend.host}:{self.config.frontend.port}"
+
+
+class _Builder:
+    """Starts processes and registers, right after each start, how it is undone."""
+
+    def __init__(self, config: DeploymentConfig, stack: AsyncExitStack, say: Say) -> None:
+        self.config = config
+        self.stack = stack
+        self.say = say
+        self.supervisor = Supervisor()
+
+    async def launch(self, spec: ProcessSpec, ready: Ready | None, timeout_s: float) -> None:
+        self.stack.push_async_callback(self.supervisor.stop, spec.name)
+        await self.supervisor.start(spec, ready, timeout_s=timeout_s)
+
+
+@asynccontextmanager
+async def running(config: DeploymentConfig, say: Say) -> AsyncIterator[Deployment]:
+    """Bring a deployment up to its initial ranks; take all of it down on leaving.
+
+    Raises ConfigError (nothing was started), or ElasticError if a part does not come up; what had
+    been started is stopped again, newest first.
+    """
+    config = _absolute(config)
+    num_experts = check_host(config)
+    async with AsyncExitStack() as stack:
+        state_dir = stack.enter_context(state_directory(config))
+        await _make_images(config, say)
+        builder = _Builder(config, stack, say)
+        store, keys = await _open_store(builder), Keys(config.deployment)
+        await _own(builder, store, keys)
+        config_file = state_dir / "config.json"
+        config_file.write_text(config.model_dump_json(indent=2))
+        (state_dir / "timeline.jsonl").unlink(missing_ok=True)
+        agent = await _start_agent(builder, config_file)
+        deployment = Deployment(config, store, keys, agent, builder.supervisor)
+        if config.frontend.enabled:
+            say("starting the frontend")
+            ready = _http_ok(f"{deployment.url}/health")
+            await builder.launch(plan.frontend_spec(config), ready, _START_TIMEOUT_S)
+        await _start_workers(builder, deployment, config_file, num_experts)
+        if config.planner.enabled:
+            say("starting the planner")
+            ready = _http_ok(f"http://127.0.0.1:{config.planner.control_port}/v1/min-endpoints")
+            await builder.launch(plan.planner_spec(config), ready, _PLANNER_TIMEOUT_S)
+        yield deployment
+        say("stopping")
+
+
+def _absolute(config: DeploymentConfig) -> DeploymentConfig:
+    """Children run elsewhere: make every path of the settings absolute."""
+    model = config.model.model_copy(update={"path": config.model.path.resolve()})
+    catalog = config.snapshot.catalog.resolve()
+    return config.model_copy(
+        update={
+            "model": model,
+            "snapshot": config.snapshot.model_copy(update={"catalog": catalog}),
+            "run_dir": config.run_dir.resolve(),
+        }
+    )
+
+
+async def _make_images(config: DeploymentConfig, say: Say) -> None:
+    if not (config.snapshot.enabled and config.snapshot.create_missing):
+        return
+    slots = missing_slots(config)
+    if slots:
+        say(f"making snapshots of warm engines for {len(slots)} slots")
+        await asyncio.to_thread(create_images, config, slots, lambda slot, phase: None)
+
+
+async def _open_store(builder: _Builder) -> Store:
+    config = builder.config
+    store = EtcdStore(config.etcd.urls)
+
+    async def answers() -> None:
+        while True:
+            try:
+                await store.get("/dynamo-elastic/probe")
+            except StoreError:
+                await asyncio.sleep(0.1)
+            else:
+                return
+
+    if config.etcd.start:
+        # A development etcd starts empty: what an earlier run left would be a dead topology.
+        shutil.rmtree(config.state_dir / "etcd", ignore_errors=True)
+        await builder.launch(plan.etcd_spec(config), answers, _START_TIMEOUT_S)
+    else:
+        try:
+            await store.get("/dynamo-elastic/probe")
+        except StoreError as exc:
+            urls = ", ".join(config.etcd.urls)
+            raise ConfigError(
+                [f"etcd.endpoints: no etcd answers at {urls}; check the address, start etcd"]
+            ) from exc
+    builder.stack.push_async_callback(store.close)
+    return store
+
+
+async def _own(builder: _Builder, store: Store, keys: Keys) -> None:
+    """Claim the etcd prefix, and clear what an earlier run left under it; clear it on leaving."""
+    session = await Session.open(store, ttl_s=_OWNER_TTL_S)
+    builder.stack.push_async_callback(session.close)
+    me = str(builder.config.state_dir).encode()
+    try:
+        await store.txn([Guard(keys.owner, 0)], [Put(keys.owner, me, session.lease)])
+    except GuardFailed as exc:
+        owner = await store.get(keys.owner)
+        where = owner.value.decode() if owner else "another serve"
+        raise ConfigError(
+            [
+                f"deployment: etcd prefix {keys.prefix} is in use by {where}; "
+                "stop that one or choose another name"
+            ]
+        ) from exc
+    await _clear(store, keys)
+    builder.stack.push_async_callback(_clear, store, keys)
+
+
+async def _clear(store: Store, keys: Keys) -> None:
+    """Delete every key of the deployment but the owner's."""
+    stored = await store.get_prefix(keys.prefix)
+    gone = [Delete(v.key) for v in stored if v.key != keys.owner]
+    if gone:
+        await store.txn([], gone)
+
+
+async def _start_agent(builder: _Builder, config_file: Path) -> AgentClient:
+    agent = AgentClient(builder.config.agent_socket)
+
+    async def answers() -> None:
+        while True:
+            try:
+                await agent.slots()
+            except ElasticError:
+                await asyncio.sleep(0.05)
+            else:
+                return
+
+    spec = plan.agent_spec(builder.config, config_file)
+    await builder.launch(spec, answers, _START_TIMEOUT_S)
+    builder.stack.push_async_callback(agent.close)
+    await agent.stop_all()  # engines that a killed `serve` left behind
+    builder.stack.push_async_callback(agent.stop_all)
+    return agent
+
+
+async def _start_workers(
+    builder: _Builder, deployment: Deployment, config_file: Path, num_experts: int
+) -> None:
+    config = builder.config
+    builder.say(f"starting {config.scale.max_ranks} worker shells and the coordinator")
+    for slot in range(config.scale.max_ranks):
+        spec = plan.shell_spec(config, config_file, slot)
+        await builder.launch(spec, None, _START_TIMEOUT_S)
+    builder.say(f"bringing up {config.scale.initial_ranks} ranks")
+    spec = plan.coordinator_spec(config, config_file, num_experts)
+    await builder.launch(spec, lambda: _booted(deployment), _BOOT_TIMEOUT_S)
+
+
+async def _booted(deployment: Deployment) -> None:
+    """Return once the first operation has ended well. Raises ElasticError if it was aborted."""
+    while True:
+        stored = await deployment.store.get(deployment.keys.last)
+        if stored is not None:
+            last = decode(OperationRecord, stored.value)
+            if last.phase is Phase.DONE:
+                return
+            raise ElasticError(f"the first ranks did not come up: {last.failure}")
+        await asyncio.sleep(0.1)
+
+
+def _http_ok(url: str) -> Ready:
+    """Something that returns once `url` answers 200."""
+
+    async def answers() -> None:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                try:
+                    async with session.get(url) as response:
+                        if response.status == 200:
+                            return
+                except aiohttp.ClientError:
+                    pass
+                await asyncio.sleep(0.1)
+
+    return answers

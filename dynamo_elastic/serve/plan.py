@@ -1,0 +1,76 @@
+"""Which processes a deployment is made of, as pure data: what `serve` starts, in order."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.dynamo.environment import dynamo_environment
+from dynamo_elastic.dynamo.launch import frontend_argv, planner_argv
+from dynamo_elastic.serve.processes import ProcessSpec
+
+
+def etcd_spec(config: DeploymentConfig) -> ProcessSpec:
+    """Our own one-member etcd on loopback, its data in the state directory."""
+    client, peer = (f"http://127.0.0.1:{p}" for p in (config.etcd.port, config.etcd.peer_port))
+    argv = ["etcd", "--name", "local", "--data-dir", str(config.state_dir / "etcd")]
+    argv += ["--listen-client-urls", client, "--advertise-client-urls", client]
+    argv += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+    argv += ["--initial-cluster", f"local={peer}", "--log-level", "warn"]
+    return ProcessSpec("etcd", argv, _log(config, "etcd"), critical=True)
+
+
+def agent_spec(config: DeploymentConfig, config_file: Path) -> ProcessSpec:
+    return _ours(config, "agent", "agent", "--config", str(config_file))
+
+
+def coordinator_spec(
+    config: DeploymentConfig, config_file: Path, num_experts: int
+) -> ProcessSpec:
+    return _ours(
+        config,
+        "coordinator",
+        "coordinator",
+        "--config",
+        str(config_file),
+        "--num-experts",
+        str(num_experts),
+    )
+
+
+def shell_spec(config: DeploymentConfig, config_file: Path, slot: int) -> ProcessSpec:
+    return _ours(
+        config, f"slot{slot}", "worker", "--config", str(config_file), "--slot", str(slot)
+    )
+
+
+def frontend_spec(config: DeploymentConfig) -> ProcessSpec:
+    return ProcessSpec(
+        "frontend",
+        frontend_argv(config),
+        _log(config, "frontend"),
+        environment=dynamo_environment(config),
+    )
+
+
+def planner_spec(config: DeploymentConfig) -> ProcessSpec:
+    return ProcessSpec(
+        "planner",
+        planner_argv(config),
+        _log(config, "planner"),
+        environment=dynamo_environment(config),
+    )
+
+
+def _ours(config: DeploymentConfig, name: str, module: str, *arguments: str) -> ProcessSpec:
+    return ProcessSpec(
+        name,
+        [sys.executable, "-m", f"dynamo_elastic.{module}", *arguments],
+        _log(config, name),
+        environment=dynamo_environment(config),
+    )
+
+
+def _log(config: DeploymentConfig, name: str) -> Path:
+    return config.state_dir / "logs" / f"{name}.log"
