@@ -1,6 +1,9 @@
 """Every error that dynamo_elastic raises.
 
 * ElasticError
+  + RequestError               one user's request can't be served here
+    - RequestRefused           the request itself is at fault
+    - RequestMoved             not an error: it has to go on on another rank
   + ConfigError                a setting is wrong; carries .faults (one line each: field and remedy)
   + ResourceMissing            this host lacks something (root, CRIU, a driver); carries .remedy
   + StoreError
@@ -46,6 +49,18 @@ class ConfigError(ElasticError):
     def __init__(self, faults: Sequence[str]) -> None:
         super().__init__("; ".join(faults))
         self.faults = tuple(faults)
+
+
+class RequestError(ElasticError):
+    """One user's request can't be served on this rank."""
+
+
+class RequestRefused(RequestError):
+    """The request itself is at fault; no rank would serve it."""
+
+
+class RequestMoved(RequestError):
+    """The request has to go on on another rank, from the tokens that it has so far."""
 
 
 class ResourceMissing(ElasticError):

@@ -1,0 +1,30 @@
+"""The environment of every process that speaks Dynamo: shells, frontend and planner alike."""
+
+from __future__ import annotations
+
+from dynamo_elastic.config import DeploymentConfig
+
+_LOOPBACK = "127.0.0.1"
+
+
+def dynamo_environment(config: DeploymentConfig) -> dict[str, str]:
+    """Variables that make Dynamo use our etcd, and nothing but loopback and etcd. Pure.
+
+    Requests travel over TCP and events over ZMQ, so that there is no NATS server; Dynamo's own
+    leases run out as fast as ours.
+    """
+    return {
+        "DYN_DISCOVERY_BACKEND": "etcd",
+        "DYN_EVENT_PLANE": "zmq",
+        "DYN_EVENT_PLANE_HOST": _LOOPBACK,
+        "DYN_NAMESPACE": config.namespace,
+        "DYN_REQUEST_PLANE": "tcp",
+        # Shells and frontend read the model from the same disk.
+        "DYN_SELF_HOST_METADATA": "0",
+        "DYN_SYSTEM_HOST": _LOOPBACK,
+        "DYN_TCP_RESPONSE_STREAM_HOST": _LOOPBACK,
+        "DYN_TCP_RPC_HOST": _LOOPBACK,
+        "ETCD_ENDPOINTS": ",".join(config.etcd.urls),
+        "ETCD_LEASE_TTL": str(config.scale.lease_ttl_s),
+        "HF_HUB_OFFLINE": "1",
+    }

@@ -1,0 +1,109 @@
+"""How Dynamo's frontend and planner are started: argument lists, and no process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import aiohttp
+
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.errors import ElasticError
+
+_CONTROL_TIMEOUT_S = 15.0
+
+
+class PlannerRefused(ElasticError):
+    """The planner did not take new limits (its reason is in the message), or is not there."""
+
+
+def frontend_argv(config: DeploymentConfig) -> list[str]:
+    """Dynamo's OpenAI frontend. Needs dynamo_environment()."""
+    return [
+        sys.executable,
+        "-m",
+        "dynamo.frontend",
+        f"--http-host={config.frontend.host}",
+        f"--http-port={config.frontend.port}",
+        f"--migration-limit={config.frontend.migration_limit}",
+        f"--namespace={config.namespace}",
+        "--router-mode=round-robin",
+        "--discovery-backend=etcd",
+        "--request-plane=tcp",
+        "--event-plane=zmq",
+    ]
+
+
+def planner_argv(config: DeploymentConfig) -> list[str]:
+    """Dynamo's planner. Needs dynamo_environment()."""
+    return [
+        sys.executable,
+        "-m",
+        "dynamo.planner",
+        f"--config={json.dumps(planner_settings(config))}",
+    ]
+
+
+def planner_settings(config: DeploymentConfig) -> dict[str, Any]:
+    """The planner's settings: ours, overruled one by one by `planner.settings`.
+
+    By default load moves nothing: replicas follow `min_endpoint` and `max_gpu_budget`, and the KV
+    cache must be full to ask for more. One replica is one rank is one GPU.
+    """
+    ours: dict[str, Any] = {
+        "environment": "virtual",
+        "backend": "vllm",
+        "mode": "agg",
+        "model_name": config.model.name,
+        "optimization_target": "load",
+        "enable_load_scaling": True,
+        "enable_throughput_scaling": False,
+        "decode_scale_up_kv_rate": 100,
+        "decode_scale_down_kv_rate": 0,
+        "load_adjustment_interval_seconds": config.planner.interval_s,
+        "load_min_observations": 1,
+        "min_endpoint": config.scale.min_ranks,
+        "max_gpu_budget": config.scale.max_ranks,
+        "decode_engine_num_gpu": 1,
+        "control_api_port": config.planner.control_port,
+        "pre_deployment_sweeping_mode": "none",
+        "live_dashboard_port": 0,
+        "report_interval_hours": None,
+    }
+    return ours | config.planner.settings
+
+
+class PlannerControl:
+    """The planner's control API on loopback: the one way to make it decide at will."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/v1/min-endpoints"
+
+    async def limits(self) -> dict[str, Any]:
+        """The limits in force. Raises PlannerRefused if the planner does not answer."""
+        return await self._request("GET", None)
+
+    async def set_limits(
+        self, *, min_endpoint: int | None = None, max_gpu_budget: int | None = None
+    ) -> dict[str, Any]:
+        """Change the limits that are given, both at once; returns all limits then in force.
+
+        Raises PlannerRefused, and nothing was changed, if they contradict each other.
+        """
+        wanted = {"min_endpoint": min_endpoint, "max_gpu_budget": max_gpu_budget}
+        return await self._request("PATCH", {k: v for k, v in wanted.items() if v is not None})
+
+    async def _request(self, method: str, body: dict[str, int] | None) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=_CONTROL_TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.request(method, self._url, json=body) as response,
+            ):
+                answer: dict[str, Any] = await response.json()
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
+            raise PlannerRefused(f"planner control API: {exc or type(exc).__name__}") from exc
+        if response.status != 200:
+            raise PlannerRefused(f"planner refused {body}: {answer.get('error', answer)}")
+        return answer
