@@ -1,0 +1,246 @@
+"""The demo: 2 ranks serve, the planner decides 4, then 2, and every token is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from dynamo_elastic.agent.base import StartedEngine, Tier
+from dynamo_elastic.config import DeploymentConfig, parse_config
+from dynamo_elastic.coordinator.records import OperationRecord, decode
+from dynamo_elastic.coordinator.status import read_status
+from dynamo_elastic.demo.load import (
+    Load,
+    LoadSummary,
+    Prompt,
+    longest_gap,
+    reference_texts,
+    summarize,
+)
+from dynamo_elastic.demo.view import TimelineFile, render
+from dynamo_elastic.dynamo.launch import PlannerControl
+from dynamo_elastic.engine.reference.make_model import make_model
+from dynamo_elastic.phases import Phase
+from dynamo_elastic.serve.deployment import Deployment, running
+from dynamo_elastic.types import Epoch, OperationId, WorkerId
+
+CLIENTS = 8
+_OPERATION_TIMEOUT_S = 90.0
+_SETTLE_S = 2.0
+_WORDS = ("river", "stone", "light", "maple", "cloud", "harbor", "amber", "meadow")
+
+
+@dataclass(slots=True)
+class Facts:
+    """What the demo found out; the table and the verdict are made from it."""
+
+    cold: StartedEngine | None = None
+    operations: list[OperationRecord] = field(default_factory=list)
+    summary: LoadSummary | None = None
+    gap_up_s: float = 0.0
+    gap_down_s: float = 0.0
+    final_ranks: int = 0
+    leftovers: list[str] = field(default_factory=list)
+
+    def faults(self) -> list[str]:
+        """Why the demo did not succeed; empty if it did."""
+        found = [f"operation {op.kind} ended {op.phase}: {op.failure}" for op in self.operations
+                 if op.phase is not Phase.DONE]
+        widths = [op.plan.after.world_size for op in self.operations]
+        if widths != [4, 2]:
+            found.append(f"the planner's operations led to {widths}, not [4, 2]")
+        if self.final_ranks != 2:
+            found.append(f"{self.final_ranks} ranks serve at the end, not 2")
+        if self.summary is None or not self.summary.tokens_equal:
+            found.append("tokens differ from the never-scaled run")
+        if self.summary is not None and self.summary.requests_failed:
+            found.append(f"{self.summary.requests_failed} requests failed: {self.summary.errors}")
+        return found + [f"left behind: {what}" for what in self.leftovers]
+
+
+def demo_config(work_dir: Path) -> DeploymentConfig:
+    """A deployment on free ports, its model and images under `work_dir`."""
+    ports = _free_ports(4)
+    run_dir = "/run/dynamo-elastic" if os.geteuid() == 0 else tempfile.gettempdir() + "/dynamo-elastic"
+    return parse_config(
+        {
+            "deployment": "demo",
+            "model": {"path": str(work_dir / "model"), "name": "elastic-demo"},
+            "scale": {"initial_ranks": 2, "min_ranks": 2, "max_ranks": 4},
+            "etcd": {"port": ports[0], "peer_port": ports[1]},
+            "frontend": {"port": ports[2]},
+            "planner": {"control_port": ports[3]},
+            "snapshot": {"catalog": str(work_dir / "images"), "enabled": os.geteuid() == 0},
+            "run_dir": run_dir,
+        }
+    )
+
+
+def demo_prompts() -> list[Prompt]:
+    """Prompts with fixed seeds; some short, so that some streams end while a rank drains."""
+    return [
+        Prompt(f"{word} {_WORDS[(i * 3 + 1) % 8]} {_WORDS[(i * 5 + 2) % 8]}", 100 + i, 24 + 24 * (i % 4))
+        for i, word in enumerate(_WORDS)
+    ]
+
+
+async def run_demo(work_dir: Path, console: Console) -> list[str]:
+    """Run the whole demo; returns its faults, empty when everything held."""
+    config = demo_config(work_dir)
+    model_dir = config.model.path
+    if not (model_dir / "config.json").exists():
+        console.print("[dim]making the demo model[/dim]")
+        make_model(model_dir)
+    facts = Facts()
+    watched: set[int] = set()
+    async with running(config, lambda text: console.print(f"[dim]{text}[/dim]")) as deployment:
+        watched.update(deployment.supervisor.pids.values())
+        await _scale_under_load(deployment, facts, console)
+        watched.update(deployment.supervisor.pids.values())
+    facts.leftovers = leftovers(config, watched)
+    console.print(_table(facts))
+    return facts.faults()
+
+
+async def _scale_under_load(deployment: Deployment, facts: Facts, console: Console) -> None:
+    config = deployment.config
+    load = Load(deployment.url, config.model.name, demo_prompts(), CLIENTS)
+    planner = PlannerControl(config.planner.control_port)
+    timeline = TimelineFile(deployment.timeline)
+    console.print(f"[bold]2 ranks serve; {CLIENTS} clients stream in a loop[/bold]")
+    load.start()
+    await load.wait_for_each_prompt(timeout_s=60)
+    reference = reference_texts(load.results)
+    facts.cold = await _cold_start(deployment)
+    console.print("[bold]planner: at least 4 ranks[/bold]")
+    facts.gap_up_s = await _operation(
+        deployment, timeline, load, facts, console, lambda: planner.set_limits(min_endpoint=4)
+    )
+    await asyncio.sleep(_SETTLE_S)
+    console.print("[bold]planner: a budget of 2 GPUs[/bold]")
+    facts.gap_down_s = await _operation(
+        deployment,
+        timeline,
+        load,
+        facts,
+        console,
+        lambda: planner.set_limits(min_endpoint=2, max_gpu_budget=2),
+    )
+    await asyncio.sleep(_SETTLE_S)
+    await load.stop()
+    facts.summary = summarize(load.results, reference)
+    status = await read_status(deployment.store, deployment.keys)
+    facts.final_ranks = status.topology.world_size if status.topology else 0
+
+
+async def _cold_start(deployment: Deployment) -> StartedEngine:
+    """Boot one joiner cold, for comparison, under the same load; end it again."""
+    slot = deployment.config.scale.max_ranks - 1
+    engine = await deployment.agent.start_engine(
+        slot,
+        WorkerId(f"slot{slot}"),
+        OperationId("demo-cold"),
+        Epoch(0),
+        tiers=(Tier.COLD,),
+        timeout_s=deployment.config.scale.restore_timeout_s,
+    )
+    await deployment.agent.stop_engine(slot, engine.incarnation)
+    return engine
+
+
+async def _operation(
+    deployment: Deployment,
+    timeline: TimelineFile,
+    load: Load,
+    facts: Facts,
+    console: Console,
+    trigger: Callable[[], object],
+) -> float:
+    """Trigger an operation, show it live until it is closed; returns the longest token gap."""
+    list(timeline.poll())
+    seen = set(timeline.operations)
+    began_s = time.monotonic()
+    await trigger()  # type: ignore[misc]
+    with Live(console=console, refresh_per_second=10, transient=False) as live:
+        while time.monotonic() - began_s < _OPERATION_TIMEOUT_S:
+            list(timeline.poll())
+            fresh = [op for key, op in timeline.operations.items() if key not in seen]
+            if fresh:
+                live.update(render(fresh[-1], time.time()))
+            if fresh and fresh[-1].ended_at_s is not None:
+                break
+            await asyncio.sleep(0.05)
+    stored = await deployment.store.get(deployment.keys.last)
+    if stored is not None:
+        facts.operations.append(decode(OperationRecord, stored.value))
+    await asyncio.sleep(0.5)
+    return longest_gap(load.results, began_s, time.monotonic())
+
+
+def _table(facts: Facts) -> Table:
+    table = Table(title="what happened", show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    restored = [
+        p.detail for op in facts.operations for p in op.phases if p.phase is Phase.RESTORE
+    ]
+    ready = [s for detail in restored for s in detail.get("ready_s", ())]
+    if facts.cold is not None and ready:
+        table.add_row("joiner ready, cold", f"{facts.cold.ready_s:.2f} s")
+        table.add_row("joiner ready, restored", f"{max(ready):.2f} s")
+    for op in facts.operations:
+        widths = f"{op.plan.before.world_size} -> {op.plan.after.world_size}"
+        table.add_row(f"{widths}: whole operation", f"{op.elapsed_s:.2f} s")
+        for p in op.phases:
+            size = p.detail.get("size_bytes", 0)
+            if size:
+                rate = size / max(p.detail.get("transfer_s", p.elapsed_s), 1e-9) / 1e9
+                table.add_row(f"{widths}: {p.phase} bytes", f"{size / 1e6:.1f} MB, {rate:.2f} GB/s")
+            if p.phase is Phase.COMMIT:
+                table.add_row(f"{widths}: switch", f"{p.detail.get('switch_s', 0) * 1e3:.0f} ms")
+            if "moved" in p.detail:
+                table.add_row(f"{widths}: requests moved", str(p.detail["moved"]))
+    table.add_row("longest token gap, scaling up", f"{facts.gap_up_s * 1e3:.0f} ms")
+    table.add_row("longest token gap, scaling down", f"{facts.gap_down_s * 1e3:.0f} ms")
+    if facts.summary is not None:
+        table.add_row("requests served", str(facts.summary.requests_total))
+        table.add_row("requests failed", str(facts.summary.requests_failed))
+        equal = "equal" if facts.summary.tokens_equal else "DIFFERENT"
+        table.add_row("tokens against the never-scaled run", equal)
+    return table
+
+
+def leftovers(config: DeploymentConfig, pids: set[int]) -> list[str]:
+    """Processes and sockets of the deployment that still exist."""
+    marker = str(config.state_dir)
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "status"]):
+        command = " ".join(process.info["cmdline"] or ())
+        ours = process.info["pid"] in pids or marker in command
+        if ours and process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+            found.append(f"process {process.info['pid']}: {command[:80]}")
+    sockets = config.state_dir.rglob("*.sock") if config.state_dir.exists() else ()
+    return found + [f"socket {path}" for path in sockets]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    held = [socket.socket() for _ in range(count)]
+    try:
+        for s in held:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in held]
+    finally:
+        for s in held:
+            s.close()
