@@ -5,8 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
-_ENV = "DYNAMO_ELASTIC_FAILPOINT"
+KILL_AT = "DYNAMO_ELASTIC_FAILPOINT"
+"""Environment: kill this process, every time, at the failpoint of this name."""
+
+KILL_ONCE_DIR = "DYNAMO_ELASTIC_FAILPOINT_DIR"
+"""Environment: kill this process at a failpoint for which a file exists in this directory, and
+consume the file. The file is named like the failpoint, or '<scope>:<failpoint>'."""
 
 _hook: Callable[[str], None] | None = None
 
@@ -23,16 +29,24 @@ def set_hook(hook: Callable[[str], None] | None) -> None:
     _hook = hook
 
 
-def arm_from_environment() -> None:
-    """Kill this process with SIGKILL at the failpoint that the environment names, if any.
+def arm_from_environment(scope: str = "") -> None:
+    """Do as KILL_AT and KILL_ONCE_DIR say, if they are set. `scope` tells processes of one kind
+    apart (an engine's worker id). For tests on real processes: death is SIGKILL."""
+    name, directory = os.environ.get(KILL_AT), os.environ.get(KILL_ONCE_DIR)
+    if name:
+        set_hook(lambda at: _die() if at == name else None)
+    elif directory:
+        set_hook(lambda at: _die_once(Path(directory), scope, at))
 
-    For tests on real processes: the variable DYNAMO_ELASTIC_FAILPOINT holds the name.
-    """
-    wanted = os.environ.get(_ENV)
-    if wanted:
 
-        def kill_here(name: str) -> None:
-            if name == wanted:
-                os.kill(os.getpid(), signal.SIGKILL)
+def _die_once(directory: Path, scope: str, name: str) -> None:
+    for file in (directory / name, directory / f"{scope}:{name}"):
+        try:
+            file.unlink()
+        except FileNotFoundError:
+            continue
+        _die()
 
-        set_hook(kill_here)
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

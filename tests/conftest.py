@@ -1,0 +1,42 @@
+"""What tests need of a machine: each marker skips, and says why, where its resource is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+
+def _criu() -> str | None:
+    from dynamo_elastic.errors import ElasticError
+    from dynamo_elastic.snapshot.criu import Criu
+
+    try:
+        Criu.find()
+    except ElasticError as exc:
+        return str(exc)
+    return None
+
+
+_NEEDS: dict[str, Callable[[], str | None]] = {
+    "root": lambda: None if os.geteuid() == 0 else "needs root",
+    "criu": _criu,
+    "etcd": lambda: None if shutil.which("etcd") else "needs the etcd program",
+    "nixl": lambda: None if importlib.util.find_spec("nixl_cu13") else "needs the NIXL wheel",
+    "dynamo": lambda: None if importlib.util.find_spec("dynamo") else "needs ai-dynamo",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing: dict[str, str | None] = {}
+    for item in items:
+        for marker in item.iter_markers():
+            if marker.name in _NEEDS:
+                if marker.name not in missing:
+                    missing[marker.name] = _NEEDS[marker.name]()
+                reason = missing[marker.name]
+                if reason is not None:
+                    item.add_marker(pytest.mark.skip(reason=reason))
