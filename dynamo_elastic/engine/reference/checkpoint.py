@@ -1,0 +1,43 @@
+"""Weights from model.safetensors into the arena: the only reader of that file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dynamo_elastic.engine.reference.layout import Piece, dense_pieces, expert_pieces
+from dynamo_elastic.engine.reference.model import Weights
+from dynamo_elastic.errors import ConfigError
+from dynamo_elastic.topology import EMPTY
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+def load_weights(model_dir: Path, weights: Weights, experts: Sequence[int]) -> list[str]:
+    """Fill the dense regions, and slot i with expert `experts[i]` (EMPTY: left alone).
+
+    Returns the regions that were filled. Raises ConfigError if the file does not hold the model
+    that config.json describes; the arena then holds a part of it.
+    """
+    path = model_dir / WEIGHTS_FILE
+    filled = []
+    try:
+        with safe_open(path, framework="pt") as file:
+            for piece in _pieces(weights, experts):
+                parts = [file.get_tensor(name) for name in piece.sources]
+                weights.tensors[piece.name].copy_(torch.cat(parts) if parts[1:] else parts[0])
+                filled.append(piece.name)
+    except (OSError, SafetensorError, RuntimeError) as exc:
+        reason = " ".join(str(exc).split())
+        raise ConfigError([f"model.path: {path} does not fit config.json: {reason}"]) from exc
+    return filled
+
+
+def _pieces(weights: Weights, experts: Sequence[int]) -> Iterator[Piece]:
+    yield from dense_pieces(weights.shape)
+    for slot, expert in enumerate(experts):
+        if expert != EMPTY:
+            yield from expert_pieces(weights.shape, slot, expert)

@@ -1,0 +1,194 @@
+"""The decoder: one step over a tile of rows whose shape never changes.
+
+Every matrix product has the same shape in every step, on one thread: a tile has `batch_tokens`
+rows, padded with zeros, and a row attends to `max_context` keys, masked. So the logits of a row
+are the same bits whatever the other rows are, wherever it stands, whichever rank computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dynamo_elastic.engine.reference.kv import BLOCK_TOKENS, SCRATCH_BLOCK, KvCache, blocks_for
+from dynamo_elastic.engine.reference.layout import DENSE, arena_pieces
+from dynamo_elastic.engine.shape import ModelShape
+from dynamo_elastic.memory.arena import HostArena, layout
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One token at one position of one sequence, and the blocks that hold its context."""
+
+    token: int
+    position: int
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where the rows of a tile go in one layer. Rows from `live` on are padding.
+
+    `experts`: int64, `weights`: float32, both (batch_tokens, experts_per_token).
+    """
+
+    layer: int
+    live: int
+    hidden: Tensor
+    experts: Tensor
+    weights: Tensor
+
+
+Experts = Callable[[Routing], Tensor]
+"""The weighted sum of every row's experts, (batch_tokens, hidden_size); padding rows are zero."""
+
+
+def no_experts(routing: Routing) -> Tensor:
+    """All experts masked: what is left is the dense part of the model."""
+    return torch.zeros_like(routing.hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class TileSize:
+    """The fixed shape of a step."""
+
+    batch_tokens: int
+    max_context: int
+
+    @property
+    def context_blocks(self) -> int:
+        return blocks_for(self.max_context)
+
+
+class Weights:
+    """The arena of one rank with a tensor for every region. Contents are zero until loaded."""
+
+    def __init__(self, shape: ModelShape, slots: int) -> None:
+        self.shape = shape
+        self.slots = slots
+        pieces = arena_pieces(shape, slots)
+        self.arena = HostArena(layout((p.name, p.size_bytes) for p in pieces))
+        self.tensors: Mapping[str, Tensor] = {
+            p.name: self.arena.tensor(self.arena.region(p.name), torch.float32, p.shape)
+            for p in pieces
+        }
+
+    def dense(self, name: str) -> Tensor:
+        return self.tensors[DENSE + name]
+
+
+class Model:
+    """A decoder over `weights`; knows nothing of ranks. Holds no state between steps."""
+
+    def __init__(self, weights: Weights, tile: TileSize) -> None:
+        self.shape = weights.shape
+        self.weights = weights
+        self.tile = tile
+        self._cos, self._sin = _rope_tables(self.shape, tile)
+
+    @torch.inference_mode()
+    def forward(self, rows: list[Row], cache: KvCache, experts: Experts) -> Tensor:
+        """Logits of `rows`, (batch_tokens, vocab_size); those of padding rows mean nothing.
+
+        Writes the keys and values of each row into `cache`: doing it again changes nothing.
+        """
+        tokens, places = _pad(rows, self.tile)
+        hidden = self.weights.dense("embed")[tokens]
+        for layer in range(self.shape.num_hidden_layers):
+            normed = self._norm(hidden, f"layers.{layer}.input_norm")
+            hidden = hidden + self._attention(layer, normed, places, cache)
+            normed = self._norm(hidden, f"layers.{layer}.post_norm")
+            hidden = hidden + experts(self._route(layer, len(rows), normed))
+            if self.shape.intermediate_size:
+                hidden = hidden + swiglu(
+                    normed,
+                    self.weights.dense(f"layers.{layer}.shared_gate_up"),
+                    self.weights.dense(f"layers.{layer}.shared_down"),
+                )
+        head = "embed" if self.shape.tie_word_embeddings else "lm_head"
+        return functional.linear(self._norm(hidden, "norm"), self.weights.dense(head))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.shape.rms_norm_eps)
+        return x * scale * self.weights.dense(name)
+
+    def _route(self, layer: int, live: int, hidden: Tensor) -> Routing:
+        router = self.weights.dense(f"layers.{layer}.router")
+        chances = torch.softmax(functional.linear(hidden, router), dim=-1)
+        weights, experts = torch.topk(chances, self.shape.num_experts_per_tok, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(layer, live, hidden, experts, weights)
+
+    def _attention(self, layer: int, x: Tensor, at: _Places, cache: KvCache) -> Tensor:
+        shape, rows = self.shape, self.tile.batch_tokens
+        kv_heads, size = shape.num_key_value_heads, shape.head_dim
+        qkv = functional.linear(x, self.weights.dense(f"layers.{layer}.qkv"))
+        qkv = qkv.view(rows, -1, size)
+        q, k, v = torch.split(qkv, [shape.num_attention_heads, kv_heads, kv_heads], dim=1)
+        cos, sin = self._cos[at.positions, None], self._sin[at.positions, None]
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        cache.keys[layer][:, at.block, at.offset] = k.transpose(0, 1)
+        cache.values[layer][:, at.block, at.offset] = v.transpose(0, 1)
+        batch = (kv_heads * rows, -1, size)
+        keys = cache.keys[layer].index_select(1, at.table).view(batch)
+        values = cache.values[layer].index_select(1, at.table).view(batch)
+        q = q.reshape(rows, kv_heads, -1, size).transpose(0, 1).reshape(batch)
+        scores = torch.bmm(q * size**-0.5, keys.transpose(1, 2)).view(kv_heads, rows, -1, at.width)
+        scores = scores.masked_fill(at.hidden, float("-inf")).softmax(-1)
+        mixed = torch.bmm(scores.view(kv_heads * rows, -1, at.width), values)
+        mixed = mixed.view(kv_heads, rows, -1).transpose(0, 1).reshape(rows, -1)
+        return functional.linear(mixed, self.weights.dense(f"layers.{layer}.o"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where each row of a tile stands and writes, and what it may see."""
+
+    positions: Tensor
+    block: Tensor
+    offset: Tensor
+    table: Tensor
+    """Blocks of all rows one after the other, (batch_tokens * context_blocks,)."""
+    hidden: Tensor
+    """True where a key lies after the row, (1, batch_tokens, 1, width)."""
+    width: int
+
+
+def _pad(rows: list[Row], tile: TileSize) -> tuple[Tensor, _Places]:
+    padding = [Row(0, 0, [SCRATCH_BLOCK])] * (tile.batch_tokens - len(rows))
+    rows = rows + padding
+    positions = torch.tensor([r.position for r in rows])
+    blocks = [r.blocks[r.position // BLOCK_TOKENS] for r in rows]
+    short = tile.context_blocks
+    table = [(r.blocks + [SCRATCH_BLOCK] * short)[:short] for r in rows]
+    width = short * BLOCK_TOKENS
+    hidden = torch.arange(width)[None, :] > positions[:, None]
+    return torch.tensor([r.token for r in rows]), _Places(
+        positions=positions,
+        block=torch.tensor(blocks),
+        offset=positions % BLOCK_TOKENS,
+        table=torch.tensor(table).flatten(),
+        hidden=hidden[None, :, None, :],
+        width=width,
+    )
+
+
+def _rope_tables(shape: ModelShape, tile: TileSize) -> tuple[Tensor, Tensor]:
+    half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    angles = torch.outer(torch.arange(tile.max_context).float(), shape.rope_theta**-half)
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The gated MLP: down(silu(gate(x)) * up(x))."""
+    gate, up = functional.linear(x, gate_up).chunk(2, dim=-1)
+    return functional.linear(functional.silu(gate) * up, down)
