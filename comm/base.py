@@ -29,15 +29,6 @@ class Span:
     device: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A named piece of a weight arena: 'dense/layers.0.q_proj', 'slot3/layers.1.w1'."""
-
-    name: str
-    offset: int
-    size_bytes: int
-
-
 class Transfer(Protocol):
     """One posted write. Release it whether it is done or not; idempotent."""
 
@@ -56,7 +47,7 @@ class TransferAgent(Protocol):
     @property
     def name(self) -> str: ...
 
-    def register(self, span: Span) -> None:
+    def register(self, span: Span, kind: MemoryKind = MemoryKind.DRAM) -> None:
         """Make `span` readable and writable by remotes until close(). It must outlive the agent."""
         ...
 
@@ -79,7 +70,8 @@ class TransferAgent(Protocol):
         ...
 
     def close(self) -> None:
-        """Destroy the agent: after this no byte of its transfers lands any more. Idempotent."""
+        """Destroy the agent: after this no byte lands in our memory any more, and nothing leaves
+        it. Idempotent."""
         ...
 
 
@@ -88,7 +80,8 @@ class ExpertGroup(Protocol):
 
     Life: open (constructor) -> connect() -> control()/dispatch()/combine() ... -> close(). A rank
     that is lost is masked for good: it is skipped in every later exchange and shows in `masked`.
-    Used by one thread, except `close()` and `arrived()`.
+    Used by one thread at a time, except `close()` and `arrived()`. What a peer sent before it was
+    lost is still delivered, so look at `masked` after each step.
     """
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NewType
 
 Rank = NewType("Rank", int)
@@ -24,3 +25,12 @@ NO_INCARNATION = Incarnation("")
 """No engine."""
 
 OperationId = NewType("OperationId", str)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A named piece of an arena, at the same offset on every rank: 'dense/layers.0.q_proj'."""
+
+    name: str
+    offset: int
+    size_bytes: int
