@@ -2,8 +2,10 @@
 
 A phase is what an operator sees; a step is one command to one participant. The coordinator runs
 the phases of a kind in order and, in each, its steps in order; `who` says which participants take
-part. COMMIT has no command: it is one transaction in etcd, and participants acknowledge the
-switch that they make when they have seen it.
+part. COMMIT begins with one transaction in etcd; participants see it there, and acknowledge to
+SWITCH the switch that they then make. PUSH_EXPERTS stands for all rounds of topology.move_rounds():
+each is INSTALL (the routing that spares what is overwritten), PUSH_EXPERTS to the sources, INSTALL
+(the result).
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class Who(StrEnum):
     """Members of the next topology: retained and joiners."""
     BEFORE = "before"
     """Members of the topology in force: retained and leavers."""
-    ALL = "all"
+    PROBED = "probed"
+    """Joiners, and the reference they are compared with: the lowest retained rank (boot: rank 0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ _COMMIT = PhaseSpec(
 )
 _CANARY = PhaseSpec(
     Phase.CANARY,
-    ((Step.CANARY, Who.NEXT),),
+    ((Step.CANARY, Who.PROBED),),
     "each joiner answers a probe with the tokens of a retained rank",
 )
 _SERVE = PhaseSpec(
@@ -139,7 +142,7 @@ PHASES: dict[Kind, tuple[PhaseSpec, ...]] = {
         ),
         PhaseSpec(
             Phase.CHECK,
-            ((Step.CHECK, Who.JOINERS),),
+            ((Step.CHECK, Who.PROBED),),
             "digests of every byte, masked probe against a retained rank",
         ),
         _COMMIT,
@@ -147,7 +150,7 @@ PHASES: dict[Kind, tuple[PhaseSpec, ...]] = {
         _SERVE,
         PhaseSpec(
             Phase.REBALANCE,
-            ((Step.PUSH_EXPERTS, Who.NEXT), (Step.INSTALL, Who.NEXT), (Step.THAW, Who.NEXT)),
+            ((Step.PUSH_EXPERTS, Who.NEXT), (Step.THAW, Who.NEXT)),
             "experts copied to the new ranks in the background",
         ),
     ),
@@ -160,12 +163,7 @@ PHASES: dict[Kind, tuple[PhaseSpec, ...]] = {
         ),
         PhaseSpec(
             Phase.REDISTRIBUTE,
-            (
-                (Step.OPEN, Who.NEXT),
-                (Step.CONNECT, Who.NEXT),
-                (Step.PUSH_EXPERTS, Who.BEFORE),
-                (Step.INSTALL, Who.NEXT),
-            ),
+            ((Step.PUSH_EXPERTS, Who.BEFORE), (Step.OPEN, Who.NEXT), (Step.CONNECT, Who.NEXT)),
             "experts move off the leavers; the smaller group is connected, masked",
         ),
         _COMMIT,
@@ -181,7 +179,7 @@ PHASES: dict[Kind, tuple[PhaseSpec, ...]] = {
         ),
     ),
 }
-"""Phases of each kind, in order. Up to COMMIT a failure aborts; from there only forward."""
+"""Phases of each kind, in order. Before COMMIT a failure aborts; from there only forward."""
 
 TERMINAL = frozenset({Phase.DONE, Phase.ABORTED})
 
@@ -192,18 +190,19 @@ def phases_of(kind: Kind) -> tuple[Phase, ...]:
 
 
 def committed(kind: Kind, phase: Phase) -> bool:
-    """True once an operation in `phase` may only go forward (COMMIT itself is decided in etcd)."""
+    """True once an operation in `phase` may only go forward. Its record is in COMMIT only after the
+    transaction that decides it."""
     if phase is Phase.DONE:
         return True
     order = phases_of(kind)
-    return phase in order and order.index(phase) > order.index(Phase.COMMIT)
+    return phase in order and order.index(phase) >= order.index(Phase.COMMIT)
 
 
 def check_move(kind: Kind, before: Phase, after: Phase) -> None:
     """Raise IllegalTransition unless an operation of `kind` may go from `before` to `after`.
 
     Legal moves: to the next phase of the table; to DONE from the last; to ABORTING from any phase
-    before COMMIT's transaction; from ABORTING to ABORTED.
+    before COMMIT; from ABORTING to ABORTED.
     """
     order = phases_of(kind)
     legal: set[Phase] = set()

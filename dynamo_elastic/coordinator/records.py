@@ -8,6 +8,7 @@
   last                  OperationRecord of the newest finished operation
   epoch                 the highest epoch ever used
   target                TargetRecord: newest wins
+  outcome               TargetOutcome: the coordinator's newest answer to a target
   members/{worker}      MemberRecord (lease of the shell)
   commands/{worker}     CommandRecord: the newest command to that participant
   acks/{worker}         AckRecord (lease of the shell): its answer
@@ -24,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.phases import Kind, Phase, Step
-from dynamo_elastic.topology import ScalePlan
+from dynamo_elastic.topology import ScalePlan, Topology
 from dynamo_elastic.types import (
     NO_INCARNATION,
     Epoch,
@@ -35,6 +36,7 @@ from dynamo_elastic.types import (
 )
 
 SCHEMA_VERSION = 1
+NO_OPERATION = OperationId("")
 ROOT = "/dynamo-elastic"
 
 T = TypeVar("T")
@@ -83,6 +85,10 @@ class Keys:
         return f"{self.prefix}target"
 
     @property
+    def outcome(self) -> str:
+        return f"{self.prefix}outcome"
+
+    @property
     def members(self) -> str:
         return f"{self.prefix}members/"
 
@@ -90,11 +96,15 @@ class Keys:
     def acks(self) -> str:
         return f"{self.prefix}acks/"
 
+    @property
+    def commands(self) -> str:
+        return f"{self.prefix}commands/"
+
     def member(self, worker: WorkerId) -> str:
         return f"{self.members}{worker}"
 
     def command(self, worker: WorkerId) -> str:
-        return f"{self.prefix}commands/{worker}"
+        return f"{self.commands}{worker}"
 
     def ack(self, worker: WorkerId) -> str:
         return f"{self.acks}{worker}"
@@ -139,6 +149,29 @@ class TargetRecord:
     source: str
     """'cli', 'planner' or 'boot'."""
     requested_at_s: float
+
+
+class OutcomeStatus(StrEnum):
+    """What became of a target."""
+
+    REACHED = "reached"
+    UNCHANGED = "unchanged"
+    """That width was in force already."""
+    REFUSED = "refused"
+    """Not legal; nothing was changed, and the target in force before is wanted again."""
+    FAILED = "failed"
+    """Given up after repeated failures; the width in force is the target now."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutcome:
+    """The answer to the target with the same request id."""
+
+    request_id: str
+    ranks: int
+    status: OutcomeStatus
+    reason: str = ""
+    operation_id: OperationId = NO_OPERATION
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +237,10 @@ class OperationRecord:
     participants: dict[WorkerId, str] = field(default_factory=dict)
     """Last answer of each participant: '<step> done', '<step> failed: why', 'lost'."""
     lost: tuple[WorkerId, ...] = ()
+    """Members of the new topology that failed after COMMIT: not served, to be evicted."""
+    current: Topology | None = None
+    """Once experts have begun to move: the topology in force, with a placement that is safe to
+    route by whatever became of the copies under way. None: the one stored under `topology`."""
     failure: str = ""
     elapsed_s: float = 0.0
     safe_to_release: tuple[WorkerId, ...] = ()

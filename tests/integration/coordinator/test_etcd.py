@@ -1,0 +1,113 @@
+"""EtcdStore when etcd is away, hung, back again, or one of several endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from dynamo_elastic.coordinator import etcd as etcd_module
+from dynamo_elastic.coordinator.etcd import EtcdStore
+from dynamo_elastic.coordinator.session import Session
+from dynamo_elastic.coordinator.store import Put
+from dynamo_elastic.errors import ConfigError, OutcomeUnknown, SessionLost, StoreUnavailable
+from dynamo_elastic.testing.etcd_process import EtcdProcess, etcd_missing, etcd_process, free_port
+
+pytestmark = pytest.mark.etcd
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
+    if etcd_missing():
+        pytest.skip(etcd_missing())
+    with etcd_process(tmp_path) as process:
+        yield process
+
+
+def test_a_hung_etcd_leaves_a_write_unknown_and_a_read_unanswered(etcd: EtcdProcess) -> None:
+    async def main() -> None:
+        store = EtcdStore([etcd.url], timeout_s=0.5)
+        await store.txn([], [Put("/t/a", b"1")])
+        etcd.pause()
+        with pytest.raises(OutcomeUnknown):
+            await store.txn([], [Put("/t/a", b"2")])
+        with pytest.raises(StoreUnavailable):
+            await store.get("/t/a")
+        etcd.resume()
+        assert await store.get("/t/a") is not None
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_an_etcd_that_went_away_took_no_write_and_is_found_again(etcd: EtcdProcess) -> None:
+    async def main() -> None:
+        store = EtcdStore([etcd.url], timeout_s=1.5)
+        revision = await store.txn([], [Put("/t/a", b"1")])
+        async with store.watch("/t/") as watch:
+            etcd.kill()
+            with pytest.raises(StoreUnavailable):
+                await anext(aiter(watch))
+        with pytest.raises(StoreUnavailable):
+            await store.txn([], [Put("/t/a", b"2")])
+        etcd.start()
+        read = await store.get("/t/a")
+        assert read is not None
+        assert (read.value, read.mod_revision) == (b"1", revision)
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_the_next_endpoint_is_used_when_one_is_away(etcd: EtcdProcess) -> None:
+    async def main() -> None:
+        store = EtcdStore([f"http://127.0.0.1:{free_port()}", etcd.url], timeout_s=2.0)
+        await store.txn([], [Put("/t/a", b"1")])
+        started_s = asyncio.get_running_loop().time()
+        assert await store.get("/t/a") is not None
+        assert asyncio.get_running_loop().time() - started_s < 0.5, "it remembers which one works"
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_session_is_lost_with_its_cause(etcd: EtcdProcess) -> None:
+    async def main() -> None:
+        store = EtcdStore([etcd.url], timeout_s=0.5)
+        revoked, silent = await Session.open(store, 2), await Session.open(store, 2)
+        await store.revoke_lease(revoked.lease)
+        assert "run out" in await asyncio.wait_for(revoked.lost.wait(), 5)
+        etcd.pause()
+        assert "no answer" in await asyncio.wait_for(silent.lost.wait(), 5)
+        etcd.resume()
+        with pytest.raises(SessionLost, match="no answer"):
+            silent.check()
+        await silent.close()
+        await revoked.close()
+        await store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("code", list(grpc.StatusCode))
+def test_every_grpc_code_is_mapped(code: grpc.StatusCode) -> None:
+    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="why")
+    for write in (False, True):
+        expected: type[Exception] = StoreUnavailable
+        if write and code in etcd_module._MAYBE_APPLIED:
+            expected = OutcomeUnknown
+        if code is grpc.StatusCode.NOT_FOUND:
+            expected = SessionLost
+        if code is grpc.StatusCode.INVALID_ARGUMENT:
+            expected = ValueError
+        with pytest.raises(expected, match="why"), etcd_module._mapped(write=write):
+            raise error
+
+
+@pytest.mark.parametrize("url", ["localhost:2379", "https://h:1", "http://h", "http://:2379", ""])
+def test_a_bad_endpoint_is_named(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"etcd\.endpoints"):
+        EtcdStore([url])
