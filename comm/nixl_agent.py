@@ -1,9 +1,13 @@
-"""NIXL behind TransferAgent: the only importer of nixl. Every NIXL error becomes ours here."""
+"""NIXL behind TransferAgent: the only importer of nixl. Every NIXL error becomes ours here.
+
+It uses NIXL's bindings, not its Python wrapper: the wrapper's progress thread spins, and takes one
+core of an engine that transfers nothing.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 # NIXL and UCX read these when they are loaded, so they are set before; what the user set wins.
@@ -15,7 +19,6 @@ os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
 os.environ.setdefault("UCX_TLS", "cma,tcp,cuda_copy,cuda_ipc")
 
 from nixl_cu13 import _bindings as nixl
-from nixl_cu13 import nixl_agent, nixl_agent_config, nixl_thread_sync_t, nixl_xfer_handle
 
 from dynamo_elastic.comm.base import MemoryKind, Span, TransferState
 from dynamo_elastic.errors import ResourceMissing, TransferError
@@ -36,6 +39,9 @@ ERRORS: Mapping[type[Exception], str] = {
 }
 """Every error of NIXL, in words."""
 
+_SEGMENTS = {MemoryKind.DRAM: nixl.DRAM_SEG, MemoryKind.VRAM: nixl.VRAM_SEG}
+_PROGRESS_WAIT_US = 5000
+"""How long the progress thread sleeps if no socket wakes it."""
 _LOCAL = "none"
 
 
@@ -49,16 +55,13 @@ def _nixl_errors(act: str, remote: str) -> Iterator[None]:
 
 
 class NixlTransfer:
-    """A Transfer (see comm.base) that is listed in its agent's `open_transfers` until released."""
+    """A Transfer (see comm.base); it is in its agent's `open_transfers` until released."""
 
     def __init__(
-        self,
-        agent: nixl_agent,
-        handle: nixl_xfer_handle,
-        remote: str,
-        open_transfers: set[NixlTransfer],
+        self, agent: nixl.nixlAgent, handle: int, remote: str, open_transfers: set[NixlTransfer]
     ) -> None:
-        self._live: tuple[nixl_agent, nixl_xfer_handle] | None = (agent, handle)
+        self._agent: nixl.nixlAgent | None = agent
+        self._handle = handle
         self._remote = remote
         self._done = False
         self._open_transfers = open_transfers
@@ -66,57 +69,54 @@ class NixlTransfer:
 
     def post(self) -> None:
         """Start it. Raises TransferError."""
-        self._ask(nixl_agent.transfer)
+        with _nixl_errors("a write", self._remote):
+            self._done = self._live().postXferReq(self._handle, b"") == nixl.NIXL_SUCCESS
 
     def poll(self) -> TransferState:
         if not self._done:
-            self._ask(nixl_agent.check_xfer_state)
+            with _nixl_errors("a write", self._remote):
+                self._done = self._live().getXferStatus(self._handle) == nixl.NIXL_SUCCESS
         return TransferState.DONE if self._done else TransferState.RUNNING
 
-    def _ask(self, question: Callable[[nixl_agent, nixl_xfer_handle], str]) -> None:
-        if self._live is None:
-            raise TransferError("the transfer was released", remote=self._remote)
-        with _nixl_errors("a write", self._remote):
-            answer = question(*self._live)
-        if answer == "ERR":
-            raise TransferError("a write failed", remote=self._remote)
-        self._done = answer == "DONE"
-
     def release(self) -> None:
-        if self._live is None:
+        if self._agent is None:
             return
-        _, handle = self._live
-        self._live = None
-        self._open_transfers.discard(self)
         # What cannot be cancelled now is freed with the agent.
         with suppress(*ERRORS):
-            handle.release()
+            self._agent.releaseXferReq(self._handle)
+        self._agent = None
+        self._open_transfers.discard(self)
+
+    def _live(self) -> nixl.nixlAgent:
+        if self._agent is None:
+            raise TransferError("the write was released", remote=self._remote)
+        return self._agent
 
 
 class NixlAgent:
     """A TransferAgent (see comm.base) on NIXL's UCX backend.
 
-    Peers find out within about half a second that one of them died, but never that one is
-    stopped: every wait needs a deadline of its own. Raises ResourceMissing if UCX does not start.
+    A peer that dies is found out within about half a second, one that is stopped never: every wait
+    needs a deadline of its own. Raises ResourceMissing if UCX does not start.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._remotes: dict[bytes, str] = {}
-        self._open: set[NixlTransfer] = set()
-        config = nixl_agent_config(
-            enable_prog_thread=True,
-            backends=[],
-            sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
-        )
+        self._open_transfers: set[NixlTransfer] = set()
+        config = nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = _PROGRESS_WAIT_US
+        config.useListenThread = False
+        config.syncMode = nixl.NIXL_THREAD_SYNC_RW
         try:
-            self._nixl: nixl_agent | None = nixl_agent(name, config)
-            # In this mode alone a transfer to a dead peer ends.
-            self._nixl.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+            self._nixl: nixl.nixlAgent | None = nixl.nixlAgent(name, config)
+            # Without its handling of peer errors, a transfer to a dead peer never ends.
+            self._ucx = self._nixl.createBackend("UCX", {"ucx_error_handling_mode": "peer"})
         except tuple(ERRORS) as exc:
             raise ResourceMissing(
                 f"NIXL cannot start UCX ({ERRORS[type(exc)]})",
-                remedy=f"UCX_TLS is {os.environ['UCX_TLS']}; it must allow tcp, or rc",
+                remedy=f"let UCX_TLS, which is {os.environ['UCX_TLS']}, contain tcp or rc",
             ) from exc
 
     @property
@@ -124,45 +124,40 @@ class NixlAgent:
         return self._name
 
     def register(self, span: Span, kind: MemoryKind = MemoryKind.DRAM) -> None:
+        entry = (span.address, span.size_bytes, span.device, "")
         with _nixl_errors("registering memory", _LOCAL):
-            self._agent().register_memory(_entries([span], named=True), kind.value)
+            self._live().registerMem(nixl.nixlRegDList(_SEGMENTS[kind], [entry]), [self._ucx])
 
     def metadata(self) -> bytes:
         with _nixl_errors("reading own metadata", _LOCAL):
-            return bytes(self._agent().get_agent_metadata())
+            return bytes(self._live().getLocalMD())
 
     def add_remote(self, metadata: bytes) -> str:
-        agent = self._agent()
+        agent = self._live()
         known = self._remotes.get(metadata)
-        if known is not None and agent.check_remote_metadata(known):
+        if known is not None and agent.checkRemoteMD(known, nixl.nixlXferDList(nixl.DRAM_SEG, [])):
             return known
         with _nixl_errors("loading a remote agent", known or "unknown"):
-            name = agent.add_remote_agent(metadata)
-        decoded = name.decode() if isinstance(name, bytes) else str(name)
-        with _nixl_errors("connecting", decoded):
-            agent.make_connection(decoded)
-        self._remotes[metadata] = decoded
-        return decoded
+            name: str = agent.loadRemoteMD(metadata).decode()
+            agent.makeConnection(name, [self._ucx])
+        self._remotes[metadata] = name
+        return name
 
     def remove_remote(self, name: str) -> None:
         self._remotes = {m: n for m, n in self._remotes.items() if n != name}
         with _nixl_errors("removing a remote agent", name), suppress(nixl.nixlNotFoundError):
-            self._agent().remove_remote_agent(name)
+            self._live().invalidateRemoteMD(name)
 
     def write(
         self, remote: str, local: Sequence[Span], target: Sequence[Span], kind: MemoryKind
     ) -> NixlTransfer:
-        """As in TransferAgent. Over CMA (another process of this host) it copies before it
-        returns, without holding the GIL."""
-        agent = self._agent()
+        """As in TransferAgent. To a process of this host (CMA) it copies before it returns; other
+        threads run meanwhile."""
+        agent = self._live()
+        ours, theirs = _descriptors(local, kind), _descriptors(target, kind)
         with _nixl_errors("preparing a write", remote):
-            handle = agent.initialize_xfer(
-                "WRITE",
-                agent.get_xfer_descs(_entries(local), kind.value),
-                agent.get_xfer_descs(_entries(target), kind.value),
-                remote,
-            )
-        transfer = NixlTransfer(agent, handle, remote, self._open)
+            handle = agent.createXferReq(nixl.NIXL_WRITE, ours, theirs, remote, b"", [self._ucx])
+        transfer = NixlTransfer(agent, handle, remote, self._open_transfers)
         try:
             transfer.post()
         except TransferError:
@@ -171,18 +166,16 @@ class NixlAgent:
         return transfer
 
     def close(self) -> None:
-        for transfer in list(self._open):
+        for transfer in list(self._open_transfers):
             transfer.release()
-        # Transfers hold no reference any more, so this destroys the agent here and now.
+        # No transfer refers to it any more, so this destroys it here and now.
         self._nixl = None
 
-    def _agent(self) -> nixl_agent:
+    def _live(self) -> nixl.nixlAgent:
         if self._nixl is None:
             raise TransferError(f"agent {self._name} is closed", remote=_LOCAL)
         return self._nixl
 
 
-def _entries(spans: Sequence[Span], *, named: bool = False) -> list[tuple[int | str, ...]]:
-    """Spans the way NIXL takes them; descriptors for registration have a name, unused here."""
-    name = ("",) if named else ()
-    return [(s.address, s.size_bytes, s.device, *name) for s in spans]
+def _descriptors(spans: Sequence[Span], kind: MemoryKind) -> nixl.nixlXferDList:
+    return nixl.nixlXferDList(_SEGMENTS[kind], [(s.address, s.size_bytes, s.device) for s in spans])
