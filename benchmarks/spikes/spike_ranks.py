@@ -1,0 +1,162 @@
+"""Question 6: three and four ranks, all orders of joining, masks after each step, stopped peers.
+
+On two GPUs the ranks share them (rank i on GPU i mod 2); on four each has its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from statistics import median
+
+import ep_group
+from common import GpuReadings, Report, SpikeError, run_spike
+from ep_group import EpPeer
+from rank_process import call_all, kill_all, value_of
+
+STOP_TIMEOUTS_MS = (100, 500, 2000)
+
+
+def renew(peers: list[EpPeer], timeout_ms: int = 4000) -> None:
+    """Everybody back to a fresh, unconnected Buffer."""
+    call_all(list(peers), "drop")
+    posted = [(peer, peer.send("fresh", rank=peer.number, timeout_ms=timeout_ms)) for peer in peers]
+    for peer, index in posted:
+        value_of(peer, "fresh", peer.receive(index))
+    for peer in peers:
+        peer.call("route", world=[peer.number])
+    call_all(list(peers), "rebind")
+
+
+def join_all(order: list[EpPeer]) -> list[float]:
+    """The ranks of `order` join one by one; after each, a joint step and everybody's masks."""
+    seconds = []
+    for size in range(2, len(order) + 1):
+        present, newcomer = order[: size - 1], order[size - 1]
+        begin = time.perf_counter()
+        ep_group.connect([newcomer], present)
+        ep_group.joint(present) if size > 2 else ep_group.alone(
+            present[0]
+        )  # still without the newcomer
+        ep_group.unmask(order[:size])
+        seconds.append(time.perf_counter() - begin)
+        ep_group.joint(sorted(order[:size], key=lambda peer: peer.number), seed=size)
+    return seconds
+
+
+def every_order(report: Report, peers: list[EpPeer]) -> None:
+    """All permutations of the ranks."""
+    seconds: list[float] = []
+    orders = list(itertools.permutations(peers))
+    for done, order in enumerate(orders):
+        renew(peers)
+        try:
+            seconds += join_all(list(order))
+        except SpikeError as error:
+            raise SpikeError(
+                f"order {[peer.number for peer in order]} ({done} passed): {error}"
+            ) from None
+    count = len(peers)
+    report.metric(f"orders_of_{count}_passed", len(orders))
+    report.metric(f"orders_of_{count}_join_s", median(seconds))
+
+
+def together(peers: list[EpPeer], timeout_ms: int) -> None:
+    """A serving group with the given device timeout."""
+    renew(peers, timeout_ms)
+    ep_group.connect(peers[1:], peers[:1])
+    ep_group.unmask(peers)
+    ep_group.joint(peers)
+
+
+def others_step(peers: list[EpPeer], stopped: EpPeer) -> dict[str, object]:
+    """The ranks that still run take one layer while they expect the stopped one."""
+    others = [peer for peer in peers if peer is not stopped]
+    world = [peer.number for peer in peers]
+    call_all(list(others), "route", world=world, seed=3)
+    steps = call_all(list(others), "watched_step", timeout_s=60)
+    against_all = call_all(list(others), "check", active=world)
+    without = call_all(list(others), "check", active=[peer.number for peer in others])
+    return {"steps": steps, "against_all": against_all, "without_stopped": without}
+
+
+def stopped_peer(
+    report: Report, peers: list[EpPeer], timeout_ms: int, victim: int, after_dispatch: bool
+) -> None:
+    """SIGSTOP one rank, between steps or between dispatch and combine; then let it go on."""
+    name = f"stop_{timeout_ms}ms_rank{victim}" + ("_mid_layer" if after_dispatch else "")
+    together(peers, timeout_ms)
+    stopped, others = peers[victim], [peer for peer in peers if peer.number != victim]
+    stopped.call("route", world=[peer.number for peer in peers], seed=3)
+    posted = stopped.send("half_step") if after_dispatch else None
+    if posted is not None:
+        time.sleep(0.02)  # its dispatch kernel is launched and waits for the others
+    os.kill(stopped.pid, signal.SIGSTOP)
+    found = others_step(peers, stopped)
+    second = others_step(peers, stopped)
+    os.kill(stopped.pid, signal.SIGCONT)
+    if posted is not None:
+        found["victim_half_step"] = stopped.receive(posted)
+        found["victim_second_half_s"] = stopped.call("second_half")
+        found["victim_masks"] = stopped.call("masks")
+    else:
+        found["victim_step"] = stopped.call("watched_step")
+    found["victim_alone"] = stopped.call("check", active=[victim])
+    report.note(name, {"first": found, "second": second})
+    steps = found["steps"]
+    if isinstance(steps, list):
+        seen = [step["mask_seen_s"] for step in steps if step["mask_seen_s"] is not None]
+        report.metric(f"{name}_mask_seen_s", max(seen, default=None))
+        report.metric(f"{name}_step_s", max(step["step_s"] for step in steps))
+    lost = found["against_all"]
+    if isinstance(lost, list):
+        report.metric(
+            f"{name}_bad_token_share",
+            sum(c["bad_tokens"] for c in lost) / sum(c["tokens"] for c in lost),
+        )
+    report.metric(f"{name}_second_step_s", max(step["step_s"] for step in second["steps"]))  # type: ignore[attr-defined]
+    recover(report, name, peers, stopped, others)
+
+
+def recover(
+    report: Report, name: str, peers: list[EpPeer], stopped: EpPeer, others: list[EpPeer]
+) -> None:
+    """Is unmasking enough afterwards, or must the peers connect again?"""
+    ep_group.unmask(peers)
+    result = ep_group.joint(peers, op="eager", count=2, strict=False)
+    result_again = ep_group.joint(peers, op="eager", count=2, strict=False)
+    good = all(r["bad_tokens"] == 0 and r["masks_right"] for r in (result, result_again))
+    report.metric(f"{name}_unmask_recovers", good)
+    report.note(f"{name}_unmask", [result, result_again])
+    stopped.call("set_masks", ranks=[peer.number for peer in others], masked=True)
+    ep_group.disconnect(others, [stopped])
+    stopped.call("drop")
+    stopped.call("fresh", rank=stopped.number)
+    ep_group.connect([stopped], others)
+    ep_group.unmask(peers)
+    again = [ep_group.joint(peers, op="eager", count=2, strict=False) for _ in range(2)]
+    report.metric(
+        f"{name}_reconnect_recovers", all(r["bad_tokens"] == 0 and r["masks_right"] for r in again)
+    )
+    report.note(f"{name}_reconnect", again)
+
+
+def body(report: Report) -> None:
+    """Three ranks, four ranks, then stopped peers."""
+    gpus = GpuReadings().count
+    report.metric("gpus", gpus)
+    peers = ep_group.start([number % gpus for number in range(4)])
+    ep_group.capture_alone(peers)
+    report.attempt("orders_of_3", every_order, peers[:3])
+    report.attempt("orders_of_4", every_order, peers)
+    for timeout_ms in STOP_TIMEOUTS_MS:
+        if not report.attempt(f"stop_{timeout_ms}", stopped_peer, peers[:3], timeout_ms, 1, False):
+            break
+    report.attempt("stop_mid_layer", stopped_peer, peers[:3], 500, 1, True)
+    report.attempt("stop_shared_gpu", stopped_peer, peers[:3], 500, 2, False)
+
+
+if __name__ == "__main__":
+    run_spike("ranks", body, kill_all)

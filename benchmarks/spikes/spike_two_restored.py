@@ -1,0 +1,111 @@
+"""Question 3: two restored engines do NIXL EP with each other and with a retained rank.
+
+Rank 0 (GPU 0) never stops. Ranks 1 (GPU 1) and 2 (GPU 0) are images with pid ranges of their own,
+restored into one pid namespace; ranks 0 and 2 share a GPU, so what rank 1 exchanges crosses NVLink.
+Last, the same images are restored into two pid namespaces, to know what happens there.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import ep_group
+from common import GpuReadings, Report, SpikeError, run_spike
+from ep_group import EpPeer
+from rank_process import call_all, kill_all
+
+import snapshot
+
+FIRST_PID = 12_000
+QUEUED = 3000
+
+
+def bring_up(joiners: list[EpPeer]) -> float:
+    """Fresh Buffers and rebound graphs on restored ranks."""
+    begin = time.perf_counter()
+    for joiner in joiners:
+        joiner.call("fresh", rank=joiner.number)
+    call_all(list(joiners), "rebind")
+    return time.perf_counter() - begin
+
+
+def one_namespace(
+    report: Report, retained: EpPeer, joiners: list[EpPeer], images: list[Path]
+) -> None:
+    """Restore both beside the retained rank and prove tokens and lanes."""
+    readings = GpuReadings()
+    begin = time.perf_counter()
+    for joiner, image in zip(joiners, images, strict=True):
+        report.note(f"restore_{joiner.tag}", snapshot.from_image(joiner, image))
+    report.metric("restore_two_in_turn_s", time.perf_counter() - begin)
+    report.metric("fresh_and_rebind_two_s", bring_up(joiners))
+    ep_group.alone(retained)
+    retained.call("queue", count=QUEUED)  # connect while the retained rank's graphs run
+    seconds = ep_group.connect(joiners, [retained])
+    report.metric("connect_worst_s", max(seconds))
+    ep_group.alone(retained)
+    everyone = [retained, *joiners]
+    ep_group.unmask(everyone)
+    for seed in range(5):
+        report.note(f"joint_{seed}", ep_group.joint(everyone, seed=seed))
+    ep_group.assert_nvlink(report, readings, everyone, "three")
+    pair_without_retained(report, readings, retained, joiners)
+
+
+def pair_without_retained(
+    report: Report, readings: GpuReadings, retained: EpPeer, joiners: list[EpPeer]
+) -> None:
+    """Only the two restored ranks, so that every byte on the links is theirs."""
+    ep_group.disconnect([retained], joiners)
+    report.note("restored_pair", ep_group.joint(joiners))
+    found = ep_group.assert_nvlink(report, readings, joiners, "restored_pair")
+    if found["nvlink_bytes"] is not None and found["nvlink_bytes"] < 1e6:
+        raise SpikeError(f"no bytes on the links: {found}")
+    if not all(any(lane.get("mapped", [])) for lane in found["lanes"]):
+        raise SpikeError(f"a peer is not mapped: {found}")
+
+
+def two_namespaces(
+    report: Report, retained: EpPeer, joiners: list[EpPeer], images: list[Path]
+) -> None:
+    """The same images, each in its own pid namespace."""
+    holders: list[subprocess.Popen[bytes]] = []
+    try:
+        for joiner, image in zip(joiners, images, strict=True):
+            holders.append(snapshot.restore_in_namespace(joiner, image))
+            report.note(f"namespace_cuda_{joiner.tag}", snapshot.cuda_in(joiner.pid))
+        report.metric("namespaces_cuda_restore_ok", 1)
+        bring_up(joiners)
+        ep_group.connect(joiners, [retained], timeout_s=25)
+        everyone = [retained, *joiners]
+        ep_group.unmask(everyone)
+        report.note("namespaces_lanes", call_all(everyone, "lanes"))
+        report.note("namespaces_joint", ep_group.joint(everyone))
+    finally:
+        report.note("namespace_logs", [rank.log_tail(700) for rank in (retained, *joiners)])
+        for holder in holders:
+            holder.kill()
+            holder.wait(20)
+
+
+def body(report: Report) -> None:
+    """Images first, then both ways of restoring them."""
+    retained, *joiners = ep_group.start([0, 1, 0], first_pid=FIRST_PID)
+    ep_group.capture_alone([retained, *joiners])
+    call_all(list(joiners), "drop")
+    folder = snapshot.fresh_folder("/dev/shm")
+    images = []
+    for joiner in joiners:
+        image, timings = snapshot.to_image(joiner, folder)
+        images.append(image)
+        report.note(f"dump_{joiner.tag}", timings)
+    if report.attempt("one_namespace", one_namespace, retained, joiners, images):
+        for joiner in joiners:
+            joiner.kill()
+        report.attempt("two_namespaces", two_namespaces, retained, joiners, images)
+
+
+if __name__ == "__main__":
+    run_spike("two_restored", body, kill_all)
