@@ -1,0 +1,5 @@
+"""`python -m dynamo_elastic.agent`."""
+
+from dynamo_elastic.agent.main import main
+
+main()

@@ -1,0 +1,91 @@
+"""What this host offers to engines: a pid namespace that outlives the agent, or plain processes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from dynamo_elastic.agent.records import write_whole
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.engine.base import ATTACH_FILE
+from dynamo_elastic.snapshot.base import PIDS_PER_SLOT, Namespace, first_pid
+from dynamo_elastic.snapshot.namespace import HostNamespace, PidNamespace, create_namespace
+from dynamo_elastic.snapshot.process import ProcessRef, alive, kill_and_wait
+
+NAMESPACE_FILE = "namespace.json"
+_END_TIMEOUT_S = 10.0
+_PROCESS = TypeAdapter(ProcessRef)
+_CONVENIENCE = frozenset({"HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"})
+_SHAPING = frozenset({"LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE"})
+_SHAPING_PREFIXES = ("CUDA_", "MKL_", "NCCL_", "NIXL_", "NVIDIA_", "OMP_", "UCX_")
+NO_NAMESPACE = "not root: engines run as plain processes, and snapshots are off"
+
+
+def shapes_engine(name: str) -> bool:
+    """True of variables that change what an engine loads or does: images must agree on them."""
+    return name in _SHAPING or name.startswith(_SHAPING_PREFIXES)
+
+
+def engine_environment() -> dict[str, str]:
+    """What an engine inherits of ours, by allow-list: it may end up in an image."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _CONVENIENCE or shapes_engine(name)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """`skipped` names what this host can't do and why. `cursor` is the first pid that engines
+    started cold, and all threads made later, may get."""
+
+    namespace: Namespace
+    skipped: tuple[str, ...]
+    cursor: int
+
+    def guard_pids(self) -> None:
+        """Keep the pid ranges of images free of new processes and threads."""
+        if isinstance(self.namespace, PidNamespace):
+            self.namespace.move_cursor(self.cursor)
+
+    def end_strays(self, keep: frozenset[ProcessRef]) -> None:
+        """Kill what runs in the namespace and is none of `keep`: starts that a dead agent left."""
+        if isinstance(self.namespace, PidNamespace):
+            for process in self.namespace.processes():
+                if process not in keep:
+                    kill_and_wait(process, timeout_s=_END_TIMEOUT_S)
+
+
+def open_host(config: DeploymentConfig) -> Host:
+    """The deployment's namespace: the one its last agent left, if that lives, else a new one."""
+    cursor = first_pid(config.scale.max_ranks) + PIDS_PER_SLOT
+    if os.geteuid() != 0:
+        return Host(HostNamespace(), (NO_NAMESPACE,), cursor)
+    path = config.state_dir / NAMESPACE_FILE
+    namespace = _adopt(path)
+    if namespace is None:
+        namespace = create_namespace()
+        write_whole(path, _PROCESS.dump_json(namespace.init))
+    host = Host(namespace, (), cursor)
+    host.guard_pids()
+    return host
+
+
+def close_host(config: DeploymentConfig, host: Host) -> None:
+    """End the namespace and all in it. Idempotent."""
+    host.namespace.end(timeout_s=_END_TIMEOUT_S)
+    (config.state_dir / NAMESPACE_FILE).unlink(missing_ok=True)
+    for slot in range(config.scale.max_ranks):
+        (config.control_dir(slot) / ATTACH_FILE).unlink(missing_ok=True)
+
+
+def _adopt(path: Path) -> PidNamespace | None:
+    try:
+        init = _PROCESS.validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return PidNamespace(init) if alive(init) else None

@@ -1,0 +1,115 @@
+"""A process that keeps the life contract of an engine (engine/base.py) and serves nothing.
+
+`python standin_engine.py CONTROL_DIR [--mb N] [--torch] [--socket | --pipe | --child]`
+Boots detached, writes detached.json, waits for attach.json, then answers `status` and `work`. The
+flags after --torch plant what an image must not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 0.01
+
+
+def _warm(mb: int, with_torch: bool) -> Any:
+    if not with_torch:
+        return bytearray(os.urandom(1024)) * (mb << 10)
+    import torch
+
+    torch.manual_seed(7)
+    torch.set_num_threads(1)
+    net = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.Linear(1024, 16))
+    return net, torch.randn(4, 256), torch.randn(mb << 18)
+
+
+def _work(state: Any, with_torch: bool) -> str:
+    if not with_torch:
+        return str(hash(bytes(state)))
+    import torch
+
+    net, x, ballast = state
+    with torch.no_grad():
+        return repr(net(x).double().sum().item() + ballast.double().sum().item())
+
+
+def _plant(args: argparse.Namespace) -> Any:
+    if args.socket:
+        planted = socket.socket()
+        planted.bind(("127.0.0.1", 0))
+        planted.listen()
+        return planted
+    if args.child:
+        return subprocess.Popen(["sleep", "600"])
+    return None
+
+
+async def _serve(control: Path, attach: dict[str, Any], state: Any, args: Any) -> None:
+    from dynamo_elastic.ipc import RpcServer
+
+    answer = {
+        "state": "attached",
+        "incarnation": attach["incarnation"],
+        "pid": os.getpid(),
+        "epoch": 0,
+        "rank": 0,
+        "world_size": 0,
+        "step": 1,
+        "running": 0,
+        "waiting": 0,
+        "masked": [],
+        "frozen": False,
+        "kv_blocks_used": 0,
+        "kv_blocks_total": 0,
+    }
+
+    async def status(_: dict[str, Any]) -> Any:
+        return answer
+
+    async def work(_: dict[str, Any]) -> Any:
+        return {"result": _work(state, args.torch), "random": random.random()}
+
+    server = RpcServer(control / "engine.sock", {"status": status, "work": work})
+    await server.start()
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("control", type=Path)
+    parser.add_argument("--mb", type=int, default=8)
+    for flag in ("--torch", "--socket", "--child", "--hang", "--crash"):
+        parser.add_argument(flag, action="store_true")
+    args = parser.parse_args()
+    if args.crash:
+        sys.exit("planted crash")
+    import dynamo_elastic.ipc  # noqa: F401
+
+    state = _warm(args.mb, args.torch)
+    planted = _plant(args)
+    if not args.hang:
+        ready = args.control / "detached.json"
+        partial = ready.with_suffix(".tmp")
+        partial.write_text(json.dumps({"probe": _work(state, args.torch), "planted": str(planted)}))
+        partial.rename(ready)
+    attach_file = args.control / "attach.json"
+    while not attach_file.exists():
+        time.sleep(_POLL_S)
+    attach = json.loads(attach_file.read_text())
+    attach_file.unlink()
+    random.seed(attach["seed"])
+    asyncio.run(_serve(args.control, attach, state, args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The seams of snapshots (imager, namespace), their value types and their two state machines."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from dynamo_elastic.errors import IllegalTransition
+from dynamo_elastic.snapshot.process import ProcessRef
+
+BOOT_LOG = "boot.log"
+"""In the control directory: output of an engine until it is attached. It is open in the image."""
+
+PIDS_PER_SLOT = 1000
+
+
+def first_pid(slot: int) -> int:
+    """Lowest pid of the range that images of `slot` use; ranges of slots don't overlap."""
+    return PIDS_PER_SLOT * (slot + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A process to start. Its output is appended to `log_path`."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    log_path: Path
+    cwd: Path
+
+
+class Namespace(Protocol):
+    """Where engines run and CRIU works."""
+
+    def spawn(self, command: Command, *, pid: int | None = None) -> ProcessRef:
+        """Start it in a session of its own, as `pid` inside if given."""
+        ...
+
+    def enter(self, argv: Sequence[str]) -> list[str]:
+        """The command line that runs `argv` inside."""
+        ...
+
+    def host_process(self, pid: int) -> ProcessRef:
+        """The process that has `pid` inside. Raises ProcessLookupError if there is none."""
+        ...
+
+    def view(self, path: Path) -> Path:
+        """Where we find what processes inside call `path`."""
+        ...
+
+    def end(self, *, timeout_s: float) -> None:
+        """Kill every process inside; nothing of the namespace is left. Idempotent."""
+        ...
+
+
+class Imager(Protocol):
+    """Turns a process into files and files into a process. Raises ImagerError, PidClash or
+    ResourceMissing; after any of them a dumped process runs on, and nothing was restored."""
+
+    def version(self) -> str: ...
+
+    def dump(
+        self, process: ProcessRef, directory: Path, namespace: Namespace, *, timeout_s: float
+    ) -> None:
+        """Write the image into `directory`; the process is gone."""
+        ...
+
+    def restore(
+        self, directory: Path, namespace: Namespace, *, work_dir: Path, timeout_s: float
+    ) -> ProcessRef:
+        """The process runs again, under its old pids, as a child of the namespace's first."""
+        ...
+
+
+class TakePhase(StrEnum):
+    """Where take_snapshot() stands."""
+
+    START = "start"
+    BOOT = "boot"
+    INSPECT = "inspect"
+    DUMP = "dump"
+    STORE = "store"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class RestorePhase(StrEnum):
+    """Where restore_snapshot() stands."""
+
+    START = "start"
+    COMPARE = "compare"
+    VERIFY = "verify"
+    RESTORE = "restore"
+    DONE = "done"
+    FAILED = "failed"
+
+
+P = TypeVar("P", TakePhase, RestorePhase)
+Notify = Callable[[P], None]
+Moves = Mapping[P, frozenset[P]]
+
+
+def _chain(*phases: P, failed: P) -> dict[P, frozenset[P]]:
+    """Each phase goes to the next one or to `failed`; the last one is final."""
+    moves = {a: frozenset({b, failed}) for a, b in itertools.pairwise(phases)}
+    return moves | {phases[-1]: frozenset(), failed: frozenset()}
+
+
+_T, _R = TakePhase, RestorePhase
+TAKE_MOVES: Moves[TakePhase] = _chain(
+    _T.START, _T.BOOT, _T.INSPECT, _T.DUMP, _T.STORE, _T.DONE, failed=_T.FAILED
+)
+RESTORE_MOVES: Moves[RestorePhase] = _chain(
+    _R.START, _R.COMPARE, _R.VERIFY, _R.RESTORE, _R.DONE, failed=_R.FAILED
+)
+
+
+class Track(Generic[P]):
+    """Walks one machine, tells `notify` of each phase as it begins, and times them."""
+
+    def __init__(
+        self,
+        moves: Moves[P],
+        start: P,
+        notify: Notify[P] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._moves: Moves[P] = moves
+        self._notify: Notify[P] | None = notify
+        self._clock = clock
+        self._since = clock()
+        self._timings_s: dict[str, float] = {}
+        self.phase: P = start
+
+    def to(self, phase: P) -> None:
+        """Begin `phase`. Raises IllegalTransition, and stays, if the table has no such move."""
+        if phase not in self._moves[self.phase]:
+            raise IllegalTransition(type(phase).__name__, self.phase, phase)
+        self._timings_s = self.timings_s()
+        self.phase, self._since = phase, self._clock()
+        if self._notify is not None:
+            self._notify(phase)
+
+    def timings_s(self) -> dict[str, float]:
+        """Seconds by phase, the one under way included."""
+        return self._timings_s | {self.phase.value: self._clock() - self._since}

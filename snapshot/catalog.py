@@ -1,0 +1,166 @@
+"""Images on disk: private, whole or absent, and checked before anything of them runs.
+
+CATALOG/                 0700, ours
+  slot2-20260801T101500-3f9a/   0700; one image: CRIU's files and manifest.json
+  .partial-.../                 an image being written; never listed
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from dynamo_elastic.errors import SnapshotDamaged, SnapshotError, SnapshotNotFound
+from dynamo_elastic.snapshot.manifest import MANIFEST_FILE, ImageFile, Manifest, decode, encode
+
+_PARTIAL = ".partial-"
+_FOREIGN_BITS = 0o077
+
+
+def _check_private(path: Path, wanted: Callable[[int], bool], kind: str) -> os.stat_result:
+    """Ours, of the kind that is wanted, no link, closed to everybody else."""
+    try:
+        status = path.lstat()
+    except OSError as exc:
+        raise SnapshotDamaged(f"{path}: can't be read ({exc.strerror})") from exc
+    if not wanted(status.st_mode):
+        raise SnapshotDamaged(f"{path}: is not a plain {kind}")
+    if status.st_uid != os.geteuid():
+        raise SnapshotDamaged(f"{path}: is owned by uid {status.st_uid}, not by us")
+    if status.st_mode & _FOREIGN_BITS:
+        mode = stat.S_IMODE(status.st_mode)
+        raise SnapshotDamaged(f"{path}: mode {mode:04o} lets others in; chmod go= it")
+    return status
+
+
+def digest_file(path: Path) -> str:
+    """xxh3_128 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return xxhash.xxh3_128(b"").hexdigest()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return xxhash.xxh3_128(data).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class Catalog:
+    """The images of one host. Raises SnapshotDamaged if the directory is not private to us."""
+
+    def __init__(self, root: Path) -> None:
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as exc:
+            raise SnapshotError(f"catalog {root}: can't be made ({exc.strerror})") from exc
+        _check_private(root, stat.S_ISDIR, "directory")
+        self.root = root
+
+    def manifests(self) -> tuple[Manifest, ...]:
+        """Of every image that is whole by its manifest, newest first. Damaged ones are left out;
+        inspect() says what is wrong with them."""
+        found = []
+        for path in self.root.iterdir():
+            if path.name.startswith(".") or not (path / MANIFEST_FILE).exists():
+                continue
+            try:
+                found.append(self.inspect(path.name))
+            except SnapshotDamaged:
+                continue
+        return tuple(sorted(found, key=lambda m: m.created_at, reverse=True))
+
+    def inspect(self, image_id: str) -> Manifest:
+        """Its manifest. Raises SnapshotNotFound or SnapshotDamaged."""
+        directory = self.directory(image_id)
+        path = directory / MANIFEST_FILE
+        _check_private(path, stat.S_ISREG, "file")
+        manifest = decode(path.read_bytes(), str(path))
+        if manifest.image_id != image_id:
+            raise SnapshotDamaged(f"{path}: is the manifest of {manifest.image_id}")
+        return manifest
+
+    def directory(self, image_id: str) -> Path:
+        """Where its files are. Raises SnapshotNotFound, or SnapshotDamaged if not private."""
+        directory = self.root / image_id
+        if image_id.startswith(".") or directory.parent != self.root or not directory.exists():
+            raise SnapshotNotFound(f"no snapshot {image_id} in {self.root}")
+        _check_private(directory, stat.S_ISDIR, "directory")
+        return directory
+
+    def verify(self, manifest: Manifest) -> Path:
+        """Every byte is what was written, and nothing else is there; returns the directory.
+        Raises SnapshotDamaged naming the file."""
+        directory = self.directory(manifest.image_id)
+        strange = {p.name for p in directory.iterdir()} - {f.name for f in manifest.files}
+        strange.discard(MANIFEST_FILE)
+        if strange:
+            raise SnapshotDamaged(f"{directory}: unknown files {', '.join(sorted(strange))}")
+        for file in manifest.files:
+            path = directory / file.name
+            if path.parent != directory:
+                raise SnapshotDamaged(f"{directory}: the manifest names {file.name!r}")
+            status = _check_private(path, stat.S_ISREG, "file")
+            if status.st_size != file.size_bytes:
+                raise SnapshotDamaged(f"{path}: {status.st_size} bytes, not {file.size_bytes}")
+            if digest_file(path) != file.digest:
+                raise SnapshotDamaged(f"{path}: its content was altered")
+        return directory
+
+    def newest(self, slot: int, usable: Callable[[Manifest], bool]) -> Manifest | None:
+        """The newest image of `slot` that is `usable`; None if there is none."""
+        return next((m for m in self.manifests() if m.slot == slot and usable(m)), None)
+
+    @contextmanager
+    def draft(self, image_id: str) -> Iterator[Path]:
+        """A directory to write an image into; gone on leaving unless it was published."""
+        directory = self.root / f"{_PARTIAL}{image_id}"
+        directory.mkdir(mode=0o700)
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def seal(self, draft: Path) -> tuple[ImageFile, ...]:
+        """Make a draft's files private and durable; returns them with their digests."""
+        files = []
+        for path in sorted(draft.iterdir()):
+            path.chmod(0o600)
+            _sync(path)
+            files.append(ImageFile(path.name, path.stat().st_size, digest_file(path)))
+        return tuple(files)
+
+    def publish(self, draft: Path, manifest: Manifest) -> None:
+        """The image exists: manifest last, then one rename."""
+        path = draft / MANIFEST_FILE
+        path.write_bytes(encode(manifest))
+        path.chmod(0o600)
+        _sync(path)
+        _sync(draft)
+        draft.rename(self.root / manifest.image_id)
+        _sync(self.root)
+
+    def remove(self, image_id: str) -> None:
+        """Delete an image, damaged or not. Raises SnapshotNotFound."""
+        directory = self.root / image_id
+        if image_id.startswith(".") or directory.parent != self.root or not directory.exists():
+            raise SnapshotNotFound(f"no snapshot {image_id} in {self.root}")
+        # Without its manifest it is no image any more, should the deletion be cut short.
+        (directory / MANIFEST_FILE).unlink(missing_ok=True)
+        shutil.rmtree(directory)
+
+    def remove_partials(self) -> None:
+        """Delete what unfinished dumps of dead processes left."""
+        for path in self.root.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,145 @@
+"""CRIU behind the Imager seam: finds it, builds its command lines, and maps its failures."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dynamo_elastic.errors import ImagerError, PidClash, ResourceMissing
+from dynamo_elastic.snapshot.base import Namespace
+from dynamo_elastic.snapshot.process import ProcessRef, namespace_pid
+
+MINIMUM = (4, 2)
+PREFIX = Path("/opt/dynamo-elastic/criu")
+OVERRIDE = "DYNAMO_ELASTIC_CRIU"
+INSTALL = "run deploy/criu/install.sh as root"
+
+_DUMP_LOG, _RESTORE_LOG = "dump.log", "restore.log"
+_PID_FILE = "restored.pid"
+_GHOST_LIMIT = "64M"
+_VERSION_TIMEOUT_S = 10.0
+_TAIL_LINES = 4
+_HARMLESS = "RLIMIT_NOFILE"
+_CLASH = re.compile(
+    r"Can't fork for (\d+): File exists|Unable to create a thread (\d+).*File exists"
+)
+
+
+def dump_argv(criu: Path, pid: int, directory: Path) -> list[str]:
+    """`pid` is that inside the namespace in which the command runs."""
+    return [
+        *(str(criu), "dump", "--tree", str(pid), "--images-dir", str(directory)),
+        *("--log-file", _DUMP_LOG, "-v1", "--ghost-limit", _GHOST_LIMIT),
+    ]
+
+
+def restore_argv(criu: Path, directory: Path, work_dir: Path) -> list[str]:
+    """CRIU ends once the process runs; the process then belongs to the namespace's first."""
+    return [
+        *(str(criu), "restore", "--images-dir", str(directory), "--work-dir", str(work_dir)),
+        *("--log-file", _RESTORE_LOG, "-v1", "--restore-detached"),
+        *("--pidfile", str(work_dir / _PID_FILE)),
+    ]
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """(4, 2, 1) from the output of `criu --version`; () if it isn't one."""
+    match = re.search(r"^Version:\s*(\d+(?:\.\d+)*)", text, re.MULTILINE)
+    return tuple(int(part) for part in match[1].split(".")) if match else ()
+
+
+def failure(argv: Sequence[str], returncode: int, log: str) -> ImagerError:
+    """The error that a failed run with this log means."""
+    errors = [line for line in log.splitlines() if "Error" in line and _HARMLESS not in line]
+    lines = errors or log.splitlines()
+    tail = " | ".join(line.strip() for line in lines[-_TAIL_LINES:]) or "no log"
+    clash = _CLASH.search(log)
+    if clash is not None:
+        return PidClash(argv, returncode, tail, pid=int(clash[1] or clash[2]))
+    return ImagerError(argv, returncode, tail)
+
+
+def find_criu(environment: Mapping[str, str]) -> Path:
+    """Path of the CRIU to use: $DYNAMO_ELASTIC_CRIU, the private prefix, or PATH. Raises
+    ResourceMissing naming the remedy if there is none."""
+    override = environment.get(OVERRIDE)
+    if override is not None:
+        if not os.access(override, os.X_OK):
+            raise ResourceMissing(f"{OVERRIDE}={override} can't be run", remedy="correct the path")
+        return Path(override)
+    private = PREFIX / "bin" / "criu"
+    if os.access(private, os.X_OK):
+        return private
+    on_path = shutil.which("criu", path=environment.get("PATH"))
+    if on_path is None:
+        raise ResourceMissing("CRIU is not installed", remedy=INSTALL)
+    return Path(on_path)
+
+
+class Criu:
+    """One CRIU executable. Stateless: calls may run side by side."""
+
+    def __init__(self, path: Path, version: str) -> None:
+        self._path = path
+        self._version = version
+
+    @classmethod
+    def find(cls, environment: Mapping[str, str] = os.environ) -> Criu:
+        """The host's CRIU, checked. Raises ResourceMissing: not found, too old, or no root."""
+        if os.geteuid() != 0:
+            raise ResourceMissing("CRIU needs root", remedy="run as root, or without snapshots")
+        path = find_criu(environment)
+        done = _run([str(path), "--version"], timeout_s=_VERSION_TIMEOUT_S)
+        version = parse_version(done.stdout)
+        shown = ".".join(map(str, version))
+        if version < MINIMUM:
+            raise ResourceMissing(
+                f"CRIU {shown or 'of unknown version'} at {path} is too old, 4.2 is needed",
+                remedy=INSTALL,
+            )
+        return cls(path, shown)
+
+    def version(self) -> str:
+        return self._version
+
+    def dump(
+        self, process: ProcessRef, directory: Path, namespace: Namespace, *, timeout_s: float
+    ) -> None:
+        argv = dump_argv(self._path, namespace_pid(process.pid), directory)
+        self._inside(namespace, argv, directory / _DUMP_LOG, timeout_s)
+
+    def restore(
+        self, directory: Path, namespace: Namespace, *, work_dir: Path, timeout_s: float
+    ) -> ProcessRef:
+        argv = restore_argv(self._path, directory, work_dir)
+        pid_file = work_dir / _PID_FILE
+        pid_file.unlink(missing_ok=True)
+        self._inside(namespace, argv, work_dir / _RESTORE_LOG, timeout_s)
+        return namespace.host_process(int(pid_file.read_text()))
+
+    @staticmethod
+    def _inside(namespace: Namespace, argv: list[str], log: Path, timeout_s: float) -> None:
+        done = _run(namespace.enter(argv), timeout_s=timeout_s)
+        if done.returncode != 0:
+            text = log.read_text(errors="replace") if log.exists() else done.stderr
+            raise failure(argv, done.returncode, text)
+
+
+def _run(argv: list[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise ImagerError(argv, -9, f"no end after {timeout_s:g} s") from exc
+    except OSError as exc:
+        raise ResourceMissing(f"{argv[0]} can't be run ({exc.strerror})", remedy=INSTALL) from exc

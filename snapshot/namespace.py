@@ -1,0 +1,160 @@
+"""The engines' pid namespace, and the plain host where there is none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo_elastic.errors import ResourceMissing
+from dynamo_elastic.snapshot import namespace_init
+from dynamo_elastic.snapshot.base import Command
+from dynamo_elastic.snapshot.process import (
+    ProcessRef,
+    alive,
+    children_of,
+    identify,
+    kill_and_wait,
+    namespace_pid,
+)
+
+_ENTER_TIMEOUT_S = 10.0
+_PID_MAX = Path("/proc/sys/kernel/pid_max")
+
+# The shell is the engine's parent inside and ends at once, so that the namespace's first process
+# inherits the engine. $1: pid before the wanted one, or ''. $2: log. $3: working directory.
+_LAUNCH = """
+[ -z "$1" ] || echo "$1" > /proc/sys/kernel/ns_last_pid || exit 1
+log=$2; cd "$3" || exit 1; shift 3; umask 077
+setsid "$@" < /dev/null >> "$log" 2>&1 &
+echo $!
+"""
+
+
+def _launch_argv(command: Command, last_pid: int | None) -> list[str]:
+    before = "" if last_pid is None else str(last_pid)
+    return [
+        *("/bin/sh", "-c", _LAUNCH, "sh", before),
+        *(str(command.log_path), str(command.cwd), *command.argv),
+    ]
+
+
+def _run(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    done = subprocess.run(
+        list(argv),
+        env=dict(environment) if environment is not None else None,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_ENTER_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise ResourceMissing(
+            f"{argv[0]} failed: {done.stderr.strip() or done.returncode}",
+            remedy="pid and mount namespaces need root with CAP_SYS_ADMIN",
+        )
+    return done.stdout
+
+
+@dataclass(frozen=True, slots=True)
+class PidNamespace:
+    """A pid and mount namespace, known by its first process. It outlives whoever made it."""
+
+    init: ProcessRef
+
+    def spawn(self, command: Command, *, pid: int | None = None) -> ProcessRef:
+        """Start it inside; its parent there is the first process."""
+        last = None if pid is None else pid - 1
+        inside = int(_run(self.enter(_launch_argv(command, last)), command.environment))
+        return self.host_process(inside)
+
+    def enter(self, argv: Sequence[str]) -> list[str]:
+        return ["nsenter", "--pid", "--mount", "--target", str(self.init.pid), "--", *argv]
+
+    def host_process(self, pid: int) -> ProcessRef:
+        for child in children_of(self.init.pid):
+            process = identify(child)
+            if process is not None and namespace_pid(child) == pid:
+                return process
+        raise ProcessLookupError(f"no process {pid} in the namespace of {self.init.pid}")
+
+    def processes(self) -> tuple[ProcessRef, ...]:
+        """The children of the first process: engines, and what outlived its parent."""
+        found = (identify(child) for child in children_of(self.init.pid))
+        return tuple(process for process in found if process is not None)
+
+    def view(self, path: Path) -> Path:
+        return Path(f"/proc/{self.init.pid}/root{path}")
+
+    def move_cursor(self, pid: int) -> None:
+        """Let the kernel give out pids from `pid` on, so that new processes and threads of running
+        engines stay out of the ranges of images. Raises ResourceMissing if pid_max is too low."""
+        highest = int(_PID_MAX.read_text())
+        if pid >= highest - 1:
+            raise ResourceMissing(
+                f"kernel.pid_max is {highest}, images need pids up to {pid}",
+                remedy=f"sysctl kernel.pid_max={2 * pid}",
+            )
+        shell = f"echo {pid} > /proc/sys/kernel/ns_last_pid"
+        _run(self.enter(["/bin/sh", "-c", shell]))
+
+    def end(self, *, timeout_s: float) -> None:
+        kill_and_wait(self.init, timeout_s=timeout_s)
+
+    @property
+    def alive(self) -> bool:
+        return alive(self.init)
+
+
+def create_namespace(binds: Mapping[Path, Path] | None = None) -> PidNamespace:
+    """A new namespace whose first process only reaps. `binds`: path inside -> directory shown
+    there. Raises ResourceMissing without root. Caller ends it."""
+    if os.geteuid() != 0:
+        raise ResourceMissing("pid namespaces need root", remedy="run as root")
+    pairs = [str(p) for target, source in (binds or {}).items() for p in (source, target)]
+    script = str(Path(namespace_init.__file__).resolve())
+    pid = int(_run([sys.executable, "-I", "-S", script, *pairs]))
+    init = identify(pid)
+    if init is None:
+        raise ResourceMissing(
+            "the namespace's first process ended at once", remedy="see the kernel log"
+        )
+    return PidNamespace(init)
+
+
+class HostNamespace:
+    """No namespace: engines are plain processes of the host, each in its own session."""
+
+    def __init__(self) -> None:
+        self._started: list[ProcessRef] = []
+
+    def spawn(self, command: Command, *, pid: int | None = None) -> ProcessRef:
+        if pid is not None:
+            raise ResourceMissing("choosing a pid needs a pid namespace", remedy="run as root")
+        started = int(_run(_launch_argv(command, None), command.environment))
+        process = identify(started)
+        if process is None:
+            raise ProcessLookupError(f"process {started} ended at once")
+        self._started.append(process)
+        return process
+
+    def enter(self, argv: Sequence[str]) -> list[str]:
+        return list(argv)
+
+    def host_process(self, pid: int) -> ProcessRef:
+        process = identify(pid)
+        if process is None:
+            raise ProcessLookupError(f"no process {pid}")
+        return process
+
+    def view(self, path: Path) -> Path:
+        return path
+
+    def end(self, *, timeout_s: float) -> None:
+        for process in self._started:
+            kill_and_wait(process, timeout_s=timeout_s)
+        self._started.clear()

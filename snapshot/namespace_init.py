@@ -1,0 +1,75 @@
+"""Makes a pid and mount namespace whose first process reaps orphans until it is killed.
+
+Run as a file (`python -I -S namespace_init.py [SOURCE TARGET]...`), so it imports nothing of ours:
+it stays small for as long as engines live. Each SOURCE is bind-mounted over its TARGET. Prints the
+host pid of the namespace's first process once that is ready. Killing that process ends every
+process of the namespace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWPID = 0x20000000
+MS_NOSUID_NODEV_NOEXEC = 2 | 4 | 8
+MS_BIND = 4096
+MS_REC_SLAVE = 16384 | (1 << 19)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        raise SystemExit(f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
+    raw_kind = kind.encode() if kind is not None else None
+    result = _libc.mount(source.encode(), target.encode(), raw_kind, ctypes.c_ulong(flags), None)
+    _check(result, f"mount {source} on {target}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the pid of the new namespace's first process and return; that process lives on."""
+    _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWPID), "unshare")
+    # Slave: what the host mounts later is seen here, what is mounted here is not seen there.
+    _mount("none", "/", None, MS_REC_SLAVE)
+    for source, target in zip(argv[::2], argv[1::2], strict=True):
+        _mount(source, target, None, MS_BIND)
+    ready_read, ready_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(ready_read)
+        _reap_forever(ready_write)
+    os.close(ready_write)
+    if os.read(ready_read, 1) != b"1":
+        raise SystemExit("the namespace's first process did not come up")
+    sys.stdout.write(f"{pid}\n")
+
+
+def _reap_forever(ready: int) -> None:
+    _mount("proc", "/proc", "proc", MS_NOSUID_NODEV_NOEXEC)
+    os.setsid()
+    os.chdir("/")
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    os.write(ready, b"1")
+    os.closerange(3, 64)
+    while True:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+        signal.sigwait({signal.SIGCHLD})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,102 @@
+"""Processes by pid and start time, so that a recycled pid is never taken for the process it was."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo_elastic.errors import EngineError
+
+PROC = Path("/proc")
+_STATE, _SESSION, _START = 0, 3, 19
+"""Positions in /proc/PID/stat, counted after the command name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRef:
+    """One process of this host for good. `pid` is in our own pid namespace."""
+
+    pid: int
+    start_ticks: int
+    """Clock ticks after boot at which it started."""
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        text = (PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def identify(pid: int) -> ProcessRef | None:
+    """The process that has `pid` now; None if there is none or it is a zombie."""
+    fields = _stat(pid)
+    if fields is None or fields[_STATE] in "ZX":
+        return None
+    return ProcessRef(pid, int(fields[_START]))
+
+
+def session_of(pid: int) -> int | None:
+    """Session id of `pid` as we see it; None if it is gone."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[_SESSION])
+
+
+def alive(process: ProcessRef) -> bool:
+    """True while that very process runs; a zombie does not."""
+    return identify(process.pid) == process
+
+
+def open_pidfd(process: ProcessRef) -> int | None:
+    """A descriptor that becomes readable when the process ends; None if it has. Caller closes."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+    if alive(process):
+        return fd
+    os.close(fd)
+    return None
+
+
+def kill_and_wait(process: ProcessRef, *, timeout_s: float) -> None:
+    """SIGKILL it; it is gone on return. Idempotent. Raises EngineError if the kernel can't end it
+    in time (it is then stuck in the kernel, and still holds what it held)."""
+    fd = open_pidfd(process)
+    if fd is None:
+        return
+    try:
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        if not poller.poll(timeout_s * 1000):
+            raise EngineError(f"process {process.pid} outlives SIGKILL for {timeout_s:g} s")
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(fd)
+
+
+def namespace_pid(pid: int) -> int:
+    """The pid of `pid` in its innermost pid namespace. Raises ProcessLookupError if gone."""
+    try:
+        status = (PROC / str(pid) / "status").read_text()
+    except OSError as exc:
+        raise ProcessLookupError(pid) from exc
+    line = next(line for line in status.splitlines() if line.startswith("NSpid:"))
+    return int(line.split()[-1])
+
+
+def children_of(pid: int) -> tuple[int, ...]:
+    """Pids of the direct children of all threads of `pid`."""
+    found: list[int] = []
+    for path in (PROC / str(pid) / "task").glob("*/children"):
+        try:
+            found += [int(word) for word in path.read_text().split()]
+        except OSError:
+            continue
+    return tuple(found)

@@ -1,0 +1,147 @@
+"""Taking a snapshot: boot detached, check, dump, store; whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dynamo_elastic.errors import SnapshotError
+from dynamo_elastic.snapshot.base import (
+    BOOT_LOG,
+    TAKE_MOVES,
+    Command,
+    Imager,
+    Namespace,
+    Notify,
+    TakePhase,
+    Track,
+    first_pid,
+)
+from dynamo_elastic.snapshot.catalog import Catalog
+from dynamo_elastic.snapshot.fingerprint import Fingerprint
+from dynamo_elastic.snapshot.inspect_process import Allowed, check_quiescent
+from dynamo_elastic.snapshot.manifest import Manifest
+from dynamo_elastic.snapshot.process import ProcessRef, alive, namespace_pid
+
+MakeNamespace = Callable[[Mapping[Path, Path]], Namespace]
+
+_POLL_S = 0.01
+_END_TIMEOUT_S = 10.0
+_LOG_TAIL_LINES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TakeRequest:
+    """One snapshot to take. The process writes `ready_file` (JSON) into `control_dir` when it is
+    warm and quiescent; what it writes goes into the manifest."""
+
+    slot: int
+    command: Command
+    control_dir: Path
+    ready_file: str
+    allowed: Allowed
+    fingerprint: Fingerprint
+    boot_timeout_s: float
+    dump_timeout_s: float
+
+
+def take_snapshot(
+    request: TakeRequest,
+    *,
+    catalog: Catalog,
+    imager: Imager,
+    make_namespace: MakeNamespace,
+    notify: Notify[TakePhase] | None = None,
+) -> Manifest:
+    """The image is in the catalog. The process ran in a namespace of its own, with a control
+    directory of its own in place of the real one, so engines that live are not disturbed.
+
+    Raises SnapshotError (the process did not come up in time), NotQuiescent, ImagerError or
+    ResourceMissing; then no process, mount, directory or part of an image is left.
+    """
+    track = Track(TAKE_MOVES, TakePhase.START, notify)
+    try:
+        return _take(request, catalog, imager, make_namespace, track)
+    except BaseException:
+        track.to(TakePhase.FAILED)
+        raise
+
+
+def _take(
+    request: TakeRequest,
+    catalog: Catalog,
+    imager: Imager,
+    make_namespace: MakeNamespace,
+    track: Track[TakePhase],
+) -> Manifest:
+    request.control_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        private = stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-elastic-"))
+        namespace = make_namespace({request.control_dir: Path(private)})
+        stack.callback(namespace.end, timeout_s=_END_TIMEOUT_S)
+        control_dir = namespace.view(request.control_dir)
+
+        track.to(TakePhase.BOOT)
+        process = namespace.spawn(request.command, pid=first_pid(request.slot))
+        engine = _wait_ready(process, control_dir, request)
+
+        track.to(TakePhase.INSPECT)
+        check_quiescent(process.pid, request.allowed)
+        root_pid = namespace_pid(process.pid)
+
+        track.to(TakePhase.DUMP)
+        image_id = _new_image_id(request.slot)
+        draft = stack.enter_context(catalog.draft(image_id))
+        imager.dump(process, draft, namespace, timeout_s=request.dump_timeout_s)
+
+        track.to(TakePhase.STORE)
+        files = catalog.seal(draft)
+        manifest = Manifest(
+            image_id=image_id,
+            slot=request.slot,
+            created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            root_pid=root_pid,
+            fingerprint=request.fingerprint,
+            files=files,
+            timings_s={name: round(value, 4) for name, value in track.timings_s().items()},
+            engine=engine,
+        )
+        catalog.publish(draft, manifest)
+        track.to(TakePhase.DONE)
+        return manifest
+
+
+def _new_image_id(slot: int) -> str:
+    return f"slot{slot}-{datetime.now(UTC):%Y%m%dt%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _wait_ready(process: ProcessRef, control_dir: Path, request: TakeRequest) -> dict[str, Any]:
+    ready = control_dir / request.ready_file
+    deadline = time.monotonic() + request.boot_timeout_s
+    while not ready.exists():
+        if not alive(process):
+            raise SnapshotError(
+                f"the engine of slot {request.slot} ended before it was ready: {_tail(control_dir)}"
+            )
+        if time.monotonic() > deadline:
+            raise SnapshotError(
+                f"the engine of slot {request.slot} was not ready after "
+                f"{request.boot_timeout_s:g} s: {_tail(control_dir)}"
+            )
+        time.sleep(_POLL_S)
+    found: dict[str, Any] = json.loads(ready.read_text())
+    return found
+
+
+def _tail(control_dir: Path) -> str:
+    path = control_dir / BOOT_LOG
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return " | ".join(lines[-_LOG_TAIL_LINES:]) or "it wrote no log"
