@@ -171,11 +171,6 @@ def reference_texts(results: list[StreamResult]) -> dict[str, str]:
 def longest_gap(results: list[StreamResult], since_s: float, until_s: float) -> float:
     """Longest pause of any stream that overlaps the interval (time.monotonic() seconds)."""
     return max(
-        (
-            b - a
-            for r in results
-            for a, b in r.gaps()
-            if b >= since_s and a <= until_s
-        ),
+        (b - a for r in results for a, b in r.gaps() if b >= since_s and a <= until_s),
         default=0.0,
     )

@@ -55,8 +55,11 @@ class Facts:
 
     def faults(self) -> list[str]:
         """Why the demo did not succeed; empty if it did."""
-        found = [f"operation {op.kind} ended {op.phase}: {op.failure}" for op in self.operations
-                 if op.phase is not Phase.DONE]
+        found = [
+            f"operation {op.kind} ended {op.phase}: {op.failure}"
+            for op in self.operations
+            if op.phase is not Phase.DONE
+        ]
         widths = [op.plan.after.world_size for op in self.operations]
         if widths != [4, 2]:
             found.append(f"the planner's operations led to {widths}, not [4, 2]")
@@ -72,7 +75,8 @@ class Facts:
 def demo_config(work_dir: Path) -> DeploymentConfig:
     """A deployment on free ports, its model and images under `work_dir`."""
     ports = _free_ports(4)
-    run_dir = "/run/dynamo-elastic" if os.geteuid() == 0 else tempfile.gettempdir() + "/dynamo-elastic"
+    root = os.geteuid() == 0
+    run_dir = "/run/dynamo-elastic" if root else f"{tempfile.gettempdir()}/dynamo-elastic"
     return parse_config(
         {
             "deployment": "demo",
@@ -81,7 +85,7 @@ def demo_config(work_dir: Path) -> DeploymentConfig:
             "etcd": {"port": ports[0], "peer_port": ports[1]},
             "frontend": {"port": ports[2]},
             "planner": {"control_port": ports[3]},
-            "snapshot": {"catalog": str(work_dir / "images"), "enabled": os.geteuid() == 0},
+            "snapshot": {"catalog": str(work_dir / "images"), "enabled": root},
             "run_dir": run_dir,
         }
     )
@@ -90,7 +94,11 @@ def demo_config(work_dir: Path) -> DeploymentConfig:
 def demo_prompts() -> list[Prompt]:
     """Prompts with fixed seeds; some short, so that some streams end while a rank drains."""
     return [
-        Prompt(f"{word} {_WORDS[(i * 3 + 1) % 8]} {_WORDS[(i * 5 + 2) % 8]}", 100 + i, 24 + 24 * (i % 4))
+        Prompt(
+            f"{word} {_WORDS[(i * 3 + 1) % 8]} {_WORDS[(i * 5 + 2) % 8]}",
+            100 + i,
+            24 + 24 * (i % 4),
+        )
         for i, word in enumerate(_WORDS)
     ]
 
@@ -192,9 +200,7 @@ def _table(facts: Facts) -> Table:
     table = Table(title="what happened", show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
-    restored = [
-        p.detail for op in facts.operations for p in op.phases if p.phase is Phase.RESTORE
-    ]
+    restored = [p.detail for op in facts.operations for p in op.phases if p.phase is Phase.RESTORE]
     ready = [s for detail in restored for s in detail.get("ready_s", ())]
     if facts.cold is not None and ready:
         table.add_row("joiner ready, cold", f"{facts.cold.ready_s:.2f} s")

@@ -25,9 +25,7 @@ def agent_spec(config: DeploymentConfig, config_file: Path) -> ProcessSpec:
     return _ours(config, "agent", "agent", "--config", str(config_file))
 
 
-def coordinator_spec(
-    config: DeploymentConfig, config_file: Path, num_experts: int
-) -> ProcessSpec:
+def coordinator_spec(config: DeploymentConfig, config_file: Path, num_experts: int) -> ProcessSpec:
     return _ours(
         config,
         "coordinator",
@@ -40,9 +38,7 @@ def coordinator_spec(
 
 
 def shell_spec(config: DeploymentConfig, config_file: Path, slot: int) -> ProcessSpec:
-    return _ours(
-        config, f"slot{slot}", "worker", "--config", str(config_file), "--slot", str(slot)
-    )
+    return _ours(config, f"slot{slot}", "worker", "--config", str(config_file), "--slot", str(slot))
 
 
 def frontend_spec(config: DeploymentConfig) -> ProcessSpec:

@@ -30,7 +30,7 @@ def check_host(config: DeploymentConfig) -> int:
         faults += exc.faults
     faults += _port_faults(config)
     if config.etcd.start and shutil.which("etcd") is None:
-        faults.append("etcd.start: no etcd program found; install etcd-server or set etcd.endpoints")
+        faults.append("etcd.start: no etcd program; install etcd-server or set etcd.endpoints")
     faults += snapshot_faults(config)
     if faults:
         raise ConfigError(faults)
