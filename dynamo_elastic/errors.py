@@ -4,6 +4,7 @@
   + RequestError               one user's request can't be served here
     - RequestRefused           the request itself is at fault
     - RequestMoved             not an error: it has to go on on another rank
+  + RegistrationFailed         Dynamo did not answer or refused; the instance is not registered
   + ConfigError                a setting is wrong; carries .faults (one line each: field and remedy)
   + ResourceMissing            this host lacks something (root, CRIU, a driver); carries .remedy
   + StoreError
@@ -49,6 +50,10 @@ class ConfigError(ElasticError):
     def __init__(self, faults: Sequence[str]) -> None:
         super().__init__("; ".join(faults))
         self.faults = tuple(faults)
+
+
+class RegistrationFailed(ElasticError):
+    """Dynamo did not answer or refused: the instance is not registered, or goes with its lease."""
 
 
 class RequestError(ElasticError):

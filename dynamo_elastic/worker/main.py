@@ -1,0 +1,99 @@
+"""Composition root of a worker shell: builds the real adapters, runs until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from dynamo_elastic.agent.client import AgentClient
+from dynamo_elastic.config import DeploymentConfig, load_config
+from dynamo_elastic.coordinator.etcd import EtcdStore
+from dynamo_elastic.coordinator.records import Keys, MemberRecord, MemberState
+from dynamo_elastic.dynamo.base import InstanceSpec
+from dynamo_elastic.dynamo.environment import dynamo_environment
+from dynamo_elastic.dynamo.runtime import DynamoInstance
+from dynamo_elastic.engine.client import EngineClient
+from dynamo_elastic.errors import ConfigError
+from dynamo_elastic.failpoints import arm_from_environment
+from dynamo_elastic.types import WorkerId
+from dynamo_elastic.worker.base import ShellParts
+from dynamo_elastic.worker.participant import KV_BLOCK_TOKENS, Participant
+from dynamo_elastic.worker.presence import Presence
+from dynamo_elastic.worker.requests import RequestDesk
+from dynamo_elastic.worker.shell import Shell
+
+log = logging.getLogger(__name__)
+
+
+def worker_id(slot: int) -> WorkerId:
+    """The name of the shell of `slot`."""
+    return WorkerId(f"slot{slot}")
+
+
+async def serve(config: DeploymentConfig, slot: int) -> None:
+    """Run the shell of `slot` until SIGTERM or SIGINT; its engine lives on."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    store, agent = EtcdStore(config.etcd.urls), AgentClient(config.agent_socket)
+    desk = RequestDesk(config.engine.max_context)
+    instance = DynamoInstance(_instance_spec(config), desk.handle)
+    parts = ShellParts(
+        worker_id=worker_id(slot),
+        slot=slot,
+        store=store,
+        keys=Keys(config.deployment),
+        agent=agent,
+        registrar=instance,
+        connect=lambda path: EngineClient(Path(path)),
+    )
+    record = MemberRecord(
+        parts.worker_id, slot, socket.gethostname(), os.getpid(), MemberState.STANDBY
+    )
+    presence = Presence(store, parts.keys, record)
+    participant = Participant(parts, presence, desk)
+    shell = Shell(parts, presence, participant, lease_ttl_s=config.scale.lease_ttl_s)
+    try:
+        await shell.run(stop)
+    finally:
+        await instance.shutdown()
+        await agent.close()
+        await store.close()
+
+
+def _instance_spec(config: DeploymentConfig) -> InstanceSpec:
+    return InstanceSpec(
+        namespace=config.namespace,
+        model_path=str(config.model.path),
+        model_name=config.model.name,
+        context_length=config.engine.max_context,
+        kv_blocks=config.engine.kv_blocks,
+        block_tokens=KV_BLOCK_TOKENS,
+        batch_tokens=config.engine.batch_tokens,
+    )
+
+
+def main() -> None:
+    """Parse arguments and run; bad settings end it with one line."""
+    parser = argparse.ArgumentParser(prog="python -m dynamo_elastic.worker")
+    parser.add_argument("--config", type=Path, required=True, help="YAML of the deployment")
+    parser.add_argument("--slot", type=int, required=True, help="GPU slot of this host, from 0")
+    arguments = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        config = load_config(arguments.config)
+        if not 0 <= arguments.slot < config.scale.max_ranks:
+            raise ConfigError([f"--slot: must be 0-{config.scale.max_ranks - 1}"])
+    except ConfigError as exc:
+        sys.exit(f"worker: {exc}")
+    os.environ.update(dynamo_environment(config))
+    arm_from_environment(worker_id(arguments.slot))
+    asyncio.run(serve(config, arguments.slot))

@@ -1,0 +1,369 @@
+"""The worker side of a scale operation: one method a step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from dynamo_elastic.agent.base import StartedEngine
+from dynamo_elastic.coordinator.records import (
+    CommandRecord,
+    EndpointRecord,
+    MemberState,
+    decode,
+)
+from dynamo_elastic.dynamo.base import Load
+from dynamo_elastic.engine.base import Engine
+from dynamo_elastic.errors import EngineError, EngineGone, RegistrationFailed, SessionLost
+from dynamo_elastic.failpoints import failpoint
+from dynamo_elastic.phases import Step
+from dynamo_elastic.topology import ExpertMove, Topology
+from dynamo_elastic.types import NO_INCARNATION, Epoch, Incarnation, Rank, WorkerId
+from dynamo_elastic.worker.base import ShellParts
+from dynamo_elastic.worker.presence import Presence
+from dynamo_elastic.worker.requests import RequestDesk
+
+log = logging.getLogger(__name__)
+
+Payload = dict[str, Any]
+
+KV_BLOCK_TOKENS = 16
+"""What Dynamo is told that a block of the KV cache holds."""
+
+_TOPOLOGY = TypeAdapter(Topology)
+_MOVES = TypeAdapter(tuple[ExpertMove, ...])
+_WORKERS = TypeAdapter(tuple[WorkerId, ...])
+
+
+class Participant:
+    """Runs the steps that the coordinator commands, on this shell's engine, agent and instance.
+
+    Steps come one at a time; a step that fails raises, and what it left behind is undone by ABORT.
+    Owns the engine's client and the task that reads its outputs.
+    """
+
+    def __init__(self, parts: ShellParts, presence: Presence, desk: RequestDesk) -> None:
+        self._parts = parts
+        self._presence = presence
+        self._desk = desk
+        self._engine: Engine | None = None
+        self._starting: asyncio.Task[StartedEngine] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._registrar_lock = asyncio.Lock()
+        self._seated = False  # a topology in force has had this engine
+        self._steps: dict[Step, Callable[[CommandRecord], Awaitable[Payload]]] = {
+            Step.FREEZE: self.freeze,
+            Step.RESTORE: self.restore,
+            Step.OPEN: self.open,
+            Step.CONNECT: self.connect,
+            Step.LOAD: self.load_weights,
+            Step.STREAM: self.stream,
+            Step.CHECK: self.check,
+            Step.DRAIN: self.drain,
+            Step.PUSH_EXPERTS: self.push_experts,
+            Step.INSTALL: self.install,
+            Step.SWITCH: self.switch,
+            Step.CANARY: self.canary,
+            Step.SERVE: self.serve,
+            Step.DISCONNECT: self.disconnect,
+            Step.PARK: self.park,
+            Step.THAW: self.thaw,
+            Step.ABORT: self.abort,
+        }
+
+    @property
+    def engine(self) -> Engine | None:
+        return self._engine
+
+    async def run(self, command: CommandRecord) -> Payload:
+        """Run one step; returns what its acknowledgement carries. Raises ElasticError, or
+        ValueError if the payload is not what the step needs."""
+        failpoint(f"worker.{command.step}.begin")
+        payload = await self._steps[command.step](command)
+        failpoint(f"worker.{command.step}.end")
+        return payload
+
+    async def freeze(self, command: CommandRecord) -> Payload:
+        await self._attached().freeze(True)
+        return {}
+
+    async def thaw(self, command: CommandRecord) -> Payload:
+        await self._attached().freeze(False)
+        return {}
+
+    async def restore(self, command: CommandRecord) -> Payload:
+        """An attached engine of this operation; asked again, the same one."""
+        if self._starting is None:
+            await self._presence.move(MemberState.JOINING)
+            start = self._parts.agent.start_engine(
+                self._parts.slot,
+                self._parts.worker_id,
+                command.operation_id,
+                command.epoch,
+                timeout_s=command.deadline_s,
+            )
+            self._starting = asyncio.create_task(start)
+        # Shielded: a start that outlives its command must be known, to be undone by ABORT.
+        started = await asyncio.shield(self._starting)
+        if self._engine is None:
+            self._engine = self._parts.connect(started.socket_path)
+            self._reader = asyncio.create_task(self._read(self._engine, started.incarnation))
+        await self._presence.move(MemberState.JOINING, started.incarnation)
+        return {
+            "incarnation": started.incarnation,
+            "tier": started.tier.value,
+            "ready_s": started.ready_s,
+            "fell_through": list(started.fell_through),
+            "pid": started.pid,
+        }
+
+    async def open(self, command: CommandRecord) -> Payload:
+        """The next epoch's group is open here, and peers can read how to reach it."""
+        topology = _topology(command)
+        rank = self._rank(topology)
+        endpoint = await self._attached().open_epoch(topology.epoch, rank, topology.world_size)
+        record = EndpointRecord(self._parts.worker_id, self._incarnation, topology.epoch, endpoint)
+        await self._presence.put_endpoint(topology.epoch, record)
+        return {}
+
+    async def connect(self, command: CommandRecord) -> Payload:
+        """Connected, masked, to every member of the next epoch. Waits for their endpoints."""
+        topology = _topology(command)
+        endpoints = await self._endpoints(topology)
+        await self._attached().connect_epoch(topology, endpoints, timeout_s=command.deadline_s)
+        return {}
+
+    async def load_weights(self, command: CommandRecord) -> Payload:
+        topology = _topology(command)
+        mine = topology.members[self._rank(topology)]
+        report = await self._attached().load_weights(mine.experts)
+        return {"size_bytes": report.size_bytes, "elapsed_s": report.elapsed_s}
+
+    async def stream(self, command: CommandRecord) -> Payload:
+        sources = _WORKERS.validate_python(command.payload["retained"])
+        joiners = _WORKERS.validate_python(command.payload["joiners"])
+        report = await self._attached().push_dense(_topology(command).epoch, sources, joiners)
+        return asdict(report)
+
+    async def check(self, command: CommandRecord) -> Payload:
+        return await self._attached().check(dict(command.payload["digests"]))
+
+    async def push_experts(self, command: CommandRecord) -> Payload:
+        moves = _MOVES.validate_python(command.payload["moves"])
+        epoch = _topology(command).epoch
+        report = await self._attached().push_experts(epoch, self._parts.worker_id, moves)
+        return asdict(report)
+
+    async def install(self, command: CommandRecord) -> Payload:
+        await self._attached().install(_topology(command), dict(command.payload["digests"]))
+        return {}
+
+    async def drain(self, command: CommandRecord) -> Payload:
+        """No new request comes here; short ones have finished, the others have been moved."""
+        engine = self._attached()
+        await self._presence.move(MemberState.LEAVING)
+        await self.suspend()
+        moved = await engine.drain(
+            short_tokens=int(command.payload["short_tokens"]),
+            timeout_s=float(command.payload["timeout_s"]),
+        )
+        return {"moved": moved}
+
+    async def switch(self, command: CommandRecord) -> Payload:
+        """The first step of the new group was right. Raises EngineError without a decision."""
+        engine, epoch = self._attached(), _topology(command).epoch
+        in_force = await self._in_force()
+        if in_force.epoch != epoch:
+            raise EngineError(f"epoch {epoch} is not decided: {in_force.epoch} is in force")
+        await self.decided(in_force)
+        report = await engine.wait_switched(epoch, timeout_s=command.deadline_s)
+        return {
+            "gap_s": report.gap_s,
+            "decided_to_first_step_s": report.decided_to_first_step_s,
+        }
+
+    async def canary(self, command: CommandRecord) -> Payload:
+        return {"tokens": list(await self._attached().canary())}
+
+    async def serve(self, command: CommandRecord) -> Payload:
+        """Registered with Dynamo, and the card was read back."""
+        instance_id = await self._register(_topology(command))
+        await self._presence.move(MemberState.SERVING)
+        return {"instance_id": instance_id}
+
+    async def disconnect(self, command: CommandRecord) -> Payload:
+        await self._attached().disconnect(_topology(command).epoch)
+        return {}
+
+    async def park(self, command: CommandRecord) -> Payload:
+        """The GPU is free; this shell is on standby."""
+        await self._release()
+        return {}
+
+    async def abort(self, command: CommandRecord) -> Payload:
+        """Everything is as before the operation. Idempotent, whatever the operation had done."""
+        epoch = Epoch(int(command.payload["epoch"]))
+        if self._presence.state is MemberState.JOINING:
+            await self._release()
+        elif self._engine is not None and not self._lost:
+            await self._engine.abort_epoch(epoch)
+            if self._presence.state is MemberState.LEAVING:
+                await self._engine.readmit()
+                await self._register(await self._in_force())
+                await self._presence.move(MemberState.SERVING)
+            await self._engine.freeze(False)
+        await self._presence.drop_endpoint()
+        return {}
+
+    async def decided(self, topology: Topology) -> None:
+        """`topology` is in force: the engine may switch to its epoch. Raises EngineError."""
+        if self._engine is not None and topology.epoch:
+            await self._engine.decide(topology.epoch)
+
+    async def follow(self, topology: Topology) -> None:
+        """Give up the engine if `topology`, which is in force, has no place for it any more.
+
+        A leaver that lives is left alone: its operation parks it.
+        """
+        if self._placed(topology):
+            self._seated = True
+        elif self._seated and not self._leaves():
+            log.warning("evicted: epoch %d is in force without this engine", topology.epoch)
+            await self._release()
+
+    async def resume(self) -> None:
+        """After a new session: serve on if the topology in force still has this engine."""
+        topology = await self._in_force()
+        if not self._placed(topology):
+            await self._release()
+        elif self._presence.state is MemberState.SERVING and not self._lost:
+            await self._register(topology)
+
+    async def suspend(self) -> None:
+        """Nothing new comes here; requests under way go on."""
+        self._desk.close()
+        try:
+            async with self._registrar_lock:
+                await self._parts.registrar.unregister()
+        except RegistrationFailed as exc:
+            log.warning("the instance goes when its lease does: %s", exc)
+
+    async def load(self) -> Load | None:
+        """How busy the engine is; None without one that answers."""
+        if self._engine is None or self._lost:
+            return None
+        try:
+            status = await self._engine.status()
+        except EngineError:
+            return None
+        return Load(status.running, status.waiting, status.kv_blocks_used * KV_BLOCK_TOKENS)
+
+    async def quiet(self, timeout_s: float) -> None:
+        """Return when no request is under way, or after `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._desk.idle()
+
+    async def close(self) -> None:
+        """Let go of the engine, which lives on. Idempotent."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+            self._reader = None
+        if self._engine is not None:
+            await self._engine.close()
+            self._engine = None
+
+    @property
+    def _lost(self) -> str:
+        return self._presence.record.lost_reason
+
+    def _leaves(self) -> bool:
+        return self._presence.state is MemberState.LEAVING and not self._lost
+
+    def _placed(self, topology: Topology) -> bool:
+        """True if `topology` has this engine. A member without incarnation is any engine's."""
+        rank = topology.rank_of(self._parts.worker_id)
+        if rank is None or self._engine is None:
+            return False
+        return topology.members[rank].incarnation in (NO_INCARNATION, self._incarnation)
+
+    @property
+    def _incarnation(self) -> Incarnation:
+        return self._presence.record.incarnation
+
+    def _attached(self) -> Engine:
+        if self._engine is None:
+            raise EngineError("this shell has no engine")
+        if self._lost:
+            raise EngineGone(self._lost)
+        return self._engine
+
+    def _rank(self, topology: Topology) -> Rank:
+        rank = topology.rank_of(self._parts.worker_id)
+        if rank is None:
+            raise EngineError(f"{self._parts.worker_id} is not in the topology of {topology.epoch}")
+        return rank
+
+    async def _register(self, topology: Topology) -> int:
+        data = {
+            "epoch": str(topology.epoch),
+            "rank": str(self._rank(topology)),
+            "incarnation": self._incarnation,
+        }
+        self._desk.open(self._attached())
+        async with self._registrar_lock:
+            return await self._parts.registrar.register(data)
+
+    async def _in_force(self) -> Topology:
+        stored = await self._parts.store.get(self._parts.keys.topology)
+        return Topology(Epoch(0)) if stored is None else decode(Topology, stored.value)
+
+    async def _endpoints(self, topology: Topology) -> dict[WorkerId, dict[str, Any]]:
+        found: dict[WorkerId, dict[str, Any]] = {}
+        async with self._parts.store.watch(self._parts.keys.endpoints(topology.epoch)) as watch:
+            values = [v.value for v in watch.snapshot]
+            events = aiter(watch)
+            while True:
+                for value in values:
+                    record = decode(EndpointRecord, value)
+                    found[record.worker_id] = record.endpoint
+                if found.keys() >= set(topology.worker_ids):
+                    return {w: found[w] for w in topology.worker_ids}
+                value_or_none = (await anext(events)).value
+                values = [] if value_or_none is None else [value_or_none]
+
+    async def _release(self) -> None:
+        """No instance, no engine, on standby. Waits for a start under way, to end it as well."""
+        await self.suspend()
+        await self.close()
+        if self._starting is not None:
+            await asyncio.gather(asyncio.shield(self._starting), return_exceptions=True)
+            self._starting = None
+        for slot in await self._parts.agent.slots():
+            if slot.slot == self._parts.slot and slot.incarnation:
+                await self._parts.agent.stop_engine(slot.slot, slot.incarnation)
+        self._seated = False
+        await self._presence.drop_endpoint()
+        await self._presence.move(MemberState.STANDBY)
+
+    async def _read(self, engine: Engine, incarnation: Incarnation) -> None:
+        """Hand out the engine's outputs; when it is gone, say so and send its requests on."""
+        try:
+            await self._desk.pump(engine)
+        except EngineGone as exc:
+            log.error("engine %s is gone: %s", incarnation, exc)
+            # Without a session the record goes out with the next one.
+            with suppress(SessionLost):
+                await asyncio.gather(self.suspend(), self._presence.lose(str(exc)))
+
+
+def _topology(command: CommandRecord) -> Topology:
+    """The topology that the operation leads to (or, after it, the placement to settle in)."""
+    return _TOPOLOGY.validate_python(command.payload["topology"])
