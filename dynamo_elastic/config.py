@@ -124,7 +124,7 @@ class DeploymentConfig(_Section):
 
     @property
     def state_dir(self) -> Path:
-        return self.run_dir / self.deployment
+        return self.run_dir.absolute() / self.deployment
 
     @property
     def agent_socket(self) -> Path:

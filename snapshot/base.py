@@ -26,12 +26,11 @@ def first_pid(slot: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A process to start. Its output is appended to `log_path`."""
+    """A process to start in directory `/`. Its output is appended to `log_path`."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     log_path: Path
-    cwd: Path
 
 
 class Namespace(Protocol):

@@ -58,28 +58,30 @@ def _sync(path: Path) -> None:
 
 
 class Catalog:
-    """The images of one host. Raises SnapshotDamaged if the directory is not private to us."""
+    """The images of one host. A catalog that does not exist yet is empty; the first image makes it.
+    Raises SnapshotDamaged if the directory is not private to us."""
 
     def __init__(self, root: Path) -> None:
-        try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as exc:
-            raise SnapshotError(f"catalog {root}: can't be made ({exc.strerror})") from exc
-        _check_private(root, stat.S_ISDIR, "directory")
-        self.root = root
+        self.root = root.absolute()
+        if self._exists():
+            _check_private(self.root, stat.S_ISDIR, "directory")
+
+    def entries(self) -> dict[str, Manifest | SnapshotDamaged]:
+        """Every image by id, newest first; of a damaged one, what is wrong with it."""
+        found: dict[str, Manifest | SnapshotDamaged] = {}
+        names = sorted(p.name for p in self.root.iterdir()) if self._exists() else []
+        for name in reversed(names):
+            if not name.startswith("."):
+                try:
+                    found[name] = self.inspect(name)
+                except SnapshotDamaged as exc:
+                    found[name] = exc
+        return found
 
     def manifests(self) -> tuple[Manifest, ...]:
-        """Of every image that is whole by its manifest, newest first. Damaged ones are left out;
-        inspect() says what is wrong with them."""
-        found = []
-        for path in self.root.iterdir():
-            if path.name.startswith(".") or not (path / MANIFEST_FILE).exists():
-                continue
-            try:
-                found.append(self.inspect(path.name))
-            except SnapshotDamaged:
-                continue
-        return tuple(sorted(found, key=lambda m: m.created_at, reverse=True))
+        """Of every image that is whole by its manifest, newest first."""
+        whole = [m for m in self.entries().values() if isinstance(m, Manifest)]
+        return tuple(sorted(whole, key=lambda m: m.created_at, reverse=True))
 
     def inspect(self, image_id: str) -> Manifest:
         """Its manifest. Raises SnapshotNotFound or SnapshotDamaged."""
@@ -93,9 +95,7 @@ class Catalog:
 
     def directory(self, image_id: str) -> Path:
         """Where its files are. Raises SnapshotNotFound, or SnapshotDamaged if not private."""
-        directory = self.root / image_id
-        if image_id.startswith(".") or directory.parent != self.root or not directory.exists():
-            raise SnapshotNotFound(f"no snapshot {image_id} in {self.root}")
+        directory = self._path(image_id)
         _check_private(directory, stat.S_ISDIR, "directory")
         return directory
 
@@ -126,7 +126,11 @@ class Catalog:
     def draft(self, image_id: str) -> Iterator[Path]:
         """A directory to write an image into; gone on leaving unless it was published."""
         directory = self.root / f"{_PARTIAL}{image_id}"
-        directory.mkdir(mode=0o700)
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700)
+        except OSError as exc:
+            raise SnapshotError(f"{directory}: can't be made ({exc.strerror})") from exc
         try:
             yield directory
         finally:
@@ -153,12 +157,26 @@ class Catalog:
 
     def remove(self, image_id: str) -> None:
         """Delete an image, damaged or not. Raises SnapshotNotFound."""
-        directory = self.root / image_id
-        if image_id.startswith(".") or directory.parent != self.root or not directory.exists():
+        directory = self._path(image_id)
+        if directory.is_symlink():
+            directory.unlink()
+            return
+        # Under this name it is no image any more, should the deletion be cut short.
+        doomed = self.root / f"{_PARTIAL}{image_id}"
+        directory.rename(doomed)
+        shutil.rmtree(doomed)
+
+    def _path(self, image_id: str) -> Path:
+        path = self.root / image_id
+        if image_id.startswith(".") or path.parent != self.root or not os.path.lexists(path):
             raise SnapshotNotFound(f"no snapshot {image_id} in {self.root}")
-        # Without its manifest it is no image any more, should the deletion be cut short.
-        (directory / MANIFEST_FILE).unlink(missing_ok=True)
-        shutil.rmtree(directory)
+        return path
+
+    def _exists(self) -> bool:
+        try:
+            return self.root.exists()
+        except OSError as exc:
+            raise SnapshotError(f"catalog {self.root}: can't be read ({exc.strerror})") from exc
 
     def remove_partials(self) -> None:
         """Delete what unfinished dumps of dead processes left."""

@@ -35,9 +35,8 @@ class Fingerprint:
     package: str
     """Version of dynamo_elastic, and digest of its sources."""
     argv: tuple[str, ...]
-    cwd: str
     environment: str
-    """Digest of the names and values that the engine was started with."""
+    """Digest of the variables that change what the engine loads or does."""
     model: str
     """Digest of what the engine's warm-up depended on."""
     slot: int
@@ -45,7 +44,7 @@ class Fingerprint:
 
 
 def mismatches(image: Fingerprint, here: Fingerprint) -> tuple[str, ...]:
-    """One line for each field that differs, '' none: the image does not fit then."""
+    """One line for each field that differs: with any, the image does not fit."""
     return tuple(
         f"{field.name}: the image has {_short(a)}, here is {_short(b)}"
         for field in fields(Fingerprint)
@@ -96,7 +95,6 @@ def read_fingerprint(
     *,
     criu: str,
     argv: tuple[str, ...],
-    cwd: Path,
     environment: Mapping[str, str],
     model: str,
     slot: int,
@@ -114,7 +112,6 @@ def read_fingerprint(
         libc=" ".join(platform.libc_ver()),
         package=_package(),
         argv=argv,
-        cwd=str(cwd),
         environment=digest_environment(environment),
         model=model,
         slot=slot,

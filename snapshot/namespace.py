@@ -25,10 +25,10 @@ _ENTER_TIMEOUT_S = 10.0
 _PID_MAX = Path("/proc/sys/kernel/pid_max")
 
 # The shell is the engine's parent inside and ends at once, so that the namespace's first process
-# inherits the engine. $1: pid before the wanted one, or ''. $2: log. $3: working directory.
+# inherits the engine. $1: pid before the wanted one, or ''. $2: log.
 _LAUNCH = """
 [ -z "$1" ] || echo "$1" > /proc/sys/kernel/ns_last_pid || exit 1
-log=$2; cd "$3" || exit 1; shift 3; umask 077
+log=$2; shift 2; cd /; umask 077
 setsid "$@" < /dev/null >> "$log" 2>&1 &
 echo $!
 """
@@ -38,7 +38,7 @@ def _launch_argv(command: Command, last_pid: int | None) -> list[str]:
     before = "" if last_pid is None else str(last_pid)
     return [
         *("/bin/sh", "-c", _LAUNCH, "sh", before),
-        *(str(command.log_path), str(command.cwd), *command.argv),
+        *(str(command.log_path), *command.argv),
     ]
 
 

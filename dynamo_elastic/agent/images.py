@@ -70,7 +70,6 @@ class Images:
         return read_fingerprint(
             criu=self._imager.version(),
             argv=command.argv,
-            cwd=command.cwd,
             environment={k: v for k, v in command.environment.items() if shapes_engine(k)},
             model=model_digest(self._config.model.path),
             slot=slot,

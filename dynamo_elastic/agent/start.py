@@ -128,9 +128,9 @@ class Starter:
             failpoint("agent.engine_spawned")
             write_record(control_dir, record)
             if tier is Tier.COLD:
-                await self._wait_detached(control_dir, record, request.deadline)
+                await _wait_detached(control_dir, process, request.deadline)
                 write_attach(control_dir, attach)
-            await self._wait_ready(control_dir, record, request.deadline)
+            await wait_ready(control_dir, process, incarnation, request.deadline)
         except BaseException:
             await asyncio.to_thread(kill_and_wait, process, timeout_s=_KILL_TIMEOUT_S)
             clear(control_dir)
@@ -156,41 +156,41 @@ class Starter:
             environment=_failpoint_of(request.slot),
         )
 
-    async def _wait_detached(
-        self, control_dir: Path, record: EngineRecord, deadline: float
-    ) -> None:
-        while not (control_dir / DETACHED_FILE).exists():
-            await self._pause(control_dir, record, deadline)
 
-    async def _wait_ready(self, control_dir: Path, record: EngineRecord, deadline: float) -> None:
-        client = RpcClient(control_dir / SOCKET_FILE)
-        try:
-            while not await self._answers(client, control_dir, record.incarnation):
-                await self._pause(control_dir, record, deadline)
-        finally:
-            await client.close()
+async def _wait_detached(control_dir: Path, process: ProcessRef, deadline: float) -> None:
+    while not (control_dir / DETACHED_FILE).exists():
+        await _pause(control_dir, process, deadline)
 
-    @staticmethod
-    async def _answers(client: RpcClient, control_dir: Path, incarnation: Incarnation) -> bool:
-        if not (control_dir / SOCKET_FILE).exists():
-            return False
-        try:
-            status = await client.call("status", {}, timeout_s=_STATUS_TIMEOUT_S)
-        except EngineGone:
-            return False
-        return bool(status["incarnation"] == incarnation)
 
-    @staticmethod
-    async def _pause(control_dir: Path, record: EngineRecord, deadline: float) -> None:
-        if not alive(record.process):
-            raise EngineGone(
-                f"engine of slot {record.slot} ended before it was ready: {log_tail(control_dir)}"
-            )
-        if asyncio.get_running_loop().time() > deadline:
-            raise EngineError(
-                f"engine of slot {record.slot} was not ready in time: {log_tail(control_dir)}"
-            )
-        await asyncio.sleep(_POLL_S)
+async def wait_ready(
+    control_dir: Path, process: ProcessRef, incarnation: Incarnation, deadline: float
+) -> None:
+    """Return once that engine answers on its socket. Raises EngineGone if it ended, EngineError if
+    it is not ready by `deadline` (a time of the event loop)."""
+    client = RpcClient(control_dir / SOCKET_FILE)
+    try:
+        while not await _answers(client, control_dir, incarnation):
+            await _pause(control_dir, process, deadline)
+    finally:
+        await client.close()
+
+
+async def _answers(client: RpcClient, control_dir: Path, incarnation: Incarnation) -> bool:
+    if not (control_dir / SOCKET_FILE).exists():
+        return False
+    try:
+        status = await client.call("status", {}, timeout_s=_STATUS_TIMEOUT_S)
+    except EngineGone:
+        return False
+    return bool(status["incarnation"] == incarnation)
+
+
+async def _pause(control_dir: Path, process: ProcessRef, deadline: float) -> None:
+    if not alive(process):
+        raise EngineGone(f"the engine ended before it was ready: {log_tail(control_dir)}")
+    if asyncio.get_running_loop().time() > deadline:
+        raise EngineError(f"the engine was not ready in time: {log_tail(control_dir)}")
+    await asyncio.sleep(_POLL_S)
 
 
 async def _not_lost(starting: Coroutine[Any, Any, ProcessRef]) -> ProcessRef:
@@ -210,7 +210,6 @@ def boot_command(config: DeploymentConfig, slot: int, engine_argv: EngineArgv) -
         argv=tuple(engine_argv(config, slot)),
         environment=engine_environment(),
         log_path=config.control_dir(slot) / BOOT_LOG,
-        cwd=Path.cwd(),
     )
 
 

@@ -54,7 +54,7 @@ class FakeImager:
             image = json.loads((directory / _IMAGE).read_text())
         except (OSError, ValueError) as exc:
             raise ImagerError(argv, 1, str(exc)) from exc
-        command = Command(tuple(image["argv"]), {}, Path(image["log"]), Path("/"))
+        command = Command(tuple(image["argv"]), {}, Path(image["log"]))
         process = namespace.spawn(command)
         self._running[directory] = process
         return process
