@@ -44,7 +44,9 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What an engine says of itself. `epoch` is that of the group in force, 0 if none."""
+    """What an engine says of itself. `epoch` is that of the group in force, 0 if none.
+
+    `lost_experts` have no replica on a rank that lives: the engine refuses requests."""
 
     state: EngineState
     incarnation: Incarnation
@@ -59,6 +61,7 @@ class EngineStatus:
     pid: int
     kv_blocks_used: int
     kv_blocks_total: int
+    lost_experts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +100,13 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """What a source wrote. `digests` are of its own copy: worker -> region -> digest."""
+    """What a source wrote. `digests` are of its own copy: worker -> region -> digest. `probe` is
+    what check() of a rank with the same dense weights returns; '' if they were not pushed."""
 
     size_bytes: int
     elapsed_s: float
     digests: dict[WorkerId, dict[str, str]] = field(default_factory=dict)
+    probe: str = ""
 
 
 @dataclass(frozen=True, slots=True)

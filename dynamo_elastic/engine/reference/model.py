@@ -112,6 +112,13 @@ class Model:
         head = "embed" if self.shape.tie_word_embeddings else "lm_head"
         return functional.linear(self._norm(hidden, "norm"), self.weights.dense(head))
 
+    def idle(self, experts: Experts) -> None:
+        """A step without rows: what other ranks need of this one, and nothing else."""
+        hidden = torch.zeros(self.tile.batch_tokens, self.shape.hidden_size)
+        for layer in range(self.shape.num_hidden_layers):
+            chosen = torch.zeros(len(hidden), self.shape.num_experts_per_tok, dtype=torch.int64)
+            experts(Routing(layer, 0, hidden, chosen, chosen.float()))
+
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.shape.rms_norm_eps)
         return x * scale * self.weights.dense(name)

@@ -1,0 +1,157 @@
+"""The first half of an engine's life: everything that does not depend on where and when it runs.
+
+At its end the process holds nothing that an image must not hold, and neither weights nor keys.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynamo_elastic.engine.base import ATTACH_FILE, DETACHED_FILE
+from dynamo_elastic.engine.launch import EngineSettings
+from dynamo_elastic.engine.reference.experts import LocalExperts
+from dynamo_elastic.engine.reference.kv import KvCache
+from dynamo_elastic.engine.reference.model import Model, Routing, Row, TileSize, Weights
+from dynamo_elastic.engine.reference.scheduler import least_blocks
+from dynamo_elastic.engine.shape import ModelShape, read_shape
+from dynamo_elastic.errors import ConfigError, EngineError
+
+ATTACH_POLL_S = 0.01
+
+_PATTERN_FLOATS = 1 << 16
+_VERSIONED = ("torch", "numpy", "nixl-cu13", "safetensors", "aiohttp", "dynamo-elastic")
+
+
+@dataclass(frozen=True, slots=True)
+class WarmEngine:
+    """All of an engine but its identity and its peers."""
+
+    settings: EngineSettings
+    shape: ModelShape
+    weights: Weights
+    cache: KvCache
+    model: Model
+    local: LocalExperts
+    probe: str
+    """Digest of the logits of the self-test step."""
+
+    def discard(self) -> None:
+        """Give back all pages of weights and keys; they read as zero after this."""
+        self.weights.arena.discard()
+        self.cache.arena.discard()
+
+
+def warm_up(settings: EngineSettings) -> WarmEngine:
+    """Build the engine and run every tile shape once. Raises ConfigError."""
+    torch.set_num_threads(1)
+    shape = read_shape(settings.model)
+    tile = TileSize(settings.batch_tokens, settings.max_context)
+    if least_blocks(tile) > settings.kv_blocks:
+        raise ConfigError(
+            [
+                f"engine.kv_blocks: {settings.kv_blocks} is too few for one sequence of "
+                f"engine.max_context {settings.max_context}; give at least {least_blocks(tile)}"
+            ]
+        )
+    weights = Weights(shape, settings.slots_per_rank)
+    cache = KvCache(shape, settings.kv_blocks)
+    model = Model(weights, tile)
+    local = LocalExperts(weights, tile.batch_tokens)
+    probe = self_test(model, local)
+    return WarmEngine(settings, shape, weights, cache, model, local, probe)
+
+
+def self_test(model: Model, local: LocalExperts) -> str:
+    """Digest of the logits of one step over made-up weights, which are left in the arena.
+
+    The dense weights and slot 0 are filled from a fixed pattern; all rows go to slot 0.
+    """
+    generator = torch.Generator().manual_seed(0)
+    pattern = torch.randn(_PATTERN_FLOATS, generator=generator) / 16
+    for name, tensor in model.weights.tensors.items():
+        if name.startswith(("dense/", "slot0/")):
+            flat = tensor.view(-1)
+            for start in range(0, len(flat), _PATTERN_FLOATS):
+                part = flat[start : start + _PATTERN_FLOATS]
+                part.copy_(pattern[: len(part)])
+
+    def slot_zero(routing: Routing) -> torch.Tensor:
+        return local.compute(0, routing.layer, routing.hidden)
+
+    cache = KvCache(model.shape, model.tile.context_blocks)
+    blocks = list(range(1, 1 + model.tile.context_blocks))
+    count = min(model.tile.batch_tokens, model.tile.max_context, model.shape.vocab_size)
+    rows = [Row(position, position, blocks) for position in range(count)]
+    logits = model.forward(rows, cache, slot_zero)
+    return hashlib.blake2s(logits.numpy().tobytes()).hexdigest()
+
+
+def prove(engine: WarmEngine) -> None:
+    """Raise EngineError unless this process computes what it did when it was warmed up."""
+    digest = self_test(engine.model, engine.local)
+    if digest != engine.probe:
+        raise EngineError(
+            f"self-test: logits digest {digest} is not the {engine.probe} of the warm-up; "
+            "this image does not fit this machine: boot cold"
+        )
+
+
+def adopt_standard_files() -> None:
+    """Close what was inherited beyond 0, 1 and 2, and open what of these is closed."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def redirect(path: str, descriptors: tuple[int, ...]) -> None:
+    """Point `descriptors` at `path`, appending."""
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for descriptor in descriptors:
+        os.dup2(file, descriptor)
+    os.close(file)
+
+
+def detach(engine: WarmEngine, began_s: float) -> None:
+    """Let go of everything, and say in `detached.json` that this is so."""
+    engine.discard()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    redirect(os.devnull, (0, 1, 2))
+    report = {
+        "pid": os.getpid(),
+        "warm_s": time.monotonic() - began_s,
+        "versions": {name: version(name) for name in _VERSIONED},
+        "arena_bytes": engine.weights.arena.size_bytes + engine.cache.arena.size_bytes,
+        "threads": len(os.listdir("/proc/self/task")),
+        "probe": engine.probe,
+    }
+    path = engine.settings.control_dir / DETACHED_FILE
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(report))
+    partial.replace(path)
+
+
+def wait_attach(control_dir: Path) -> dict[str, Any]:
+    """The contents of `attach.json`, which is consumed, once it is there."""
+    path = control_dir / ATTACH_FILE
+    while True:
+        with suppress(FileNotFoundError):
+            attach: dict[str, Any] = json.loads(path.read_text())
+            path.unlink()
+            return attach
+        time.sleep(ATTACH_POLL_S)

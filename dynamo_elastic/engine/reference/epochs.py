@@ -1,0 +1,248 @@
+"""Preparing epochs beside the step loop: groups, peers and weights. Used by one worker thread."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dynamo_elastic.comm.base import ExpertGroup
+from dynamo_elastic.comm.host_group import HostExpertGroup
+from dynamo_elastic.comm.transfer_plan import Chunk, plan_copies, plan_dense
+from dynamo_elastic.engine.base import PushReport
+from dynamo_elastic.engine.reference.checkpoint import load_weights
+from dynamo_elastic.engine.reference.kv import KvCache
+from dynamo_elastic.engine.reference.layout import slot_prefix
+from dynamo_elastic.engine.reference.loop import StepLoop
+from dynamo_elastic.engine.reference.membership import Membership
+from dynamo_elastic.engine.reference.model import Model, Row, no_experts
+from dynamo_elastic.engine.reference.transfers import CHUNK_BYTES, Transfers
+from dynamo_elastic.errors import EngineError, PeerLost
+from dynamo_elastic.failpoints import failpoint
+from dynamo_elastic.topology import EMPTY, ExpertMove, Topology
+from dynamo_elastic.types import Epoch, Rank, Region, WorkerId
+
+_CALL_TIMEOUT_S = 15.0
+"""For the step loop to take in what was prepared; a step may wait for a silent peer meanwhile."""
+
+_UNUSED_TIMEOUT_S = 5.0
+_POLL_S = 0.002
+
+
+class Epochs:
+    """The epochs of one engine, from open() to disconnect()."""
+
+    def __init__(
+        self, loop: StepLoop, model: Model, model_dir: Path, worker_id: WorkerId, own: Transfers
+    ) -> None:
+        self._loop = loop
+        self._model = model
+        self._model_dir = model_dir
+        self._worker_id = worker_id
+        self._own = own
+        self._opened: dict[Epoch, ExpertGroup] = {}
+        self._aborted = Epoch(0)
+
+    def open(self, epoch: Epoch, rank: Rank, world_size: int) -> dict[str, Any]:
+        """See Engine.open_epoch."""
+        self._refuse_old(epoch)
+        group = self._opened.get(epoch)
+        if group is None:
+            group = self._opened[epoch] = HostExpertGroup(epoch, rank, world_size)
+            failpoint("engine.after_open")
+        if (group.rank, group.world_size) != (rank, world_size):
+            raise EngineError(f"epoch {epoch} is open here as {group.rank} of {group.world_size}")
+        return {"group": group.address, **self._own.endpoint()}
+
+    def _refuse_old(self, epoch: Epoch) -> None:
+        current = self._loop.current
+        floor = max(self._aborted + 1, current.epoch if current else 0)
+        if epoch < floor:
+            raise EngineError(f"epoch {epoch} is over: it was aborted, or a newer one is in force")
+
+    def connect(
+        self,
+        topology: Topology,
+        endpoints: dict[WorkerId, dict[str, Any]],
+        *,
+        timeout_s: float,
+    ) -> None:
+        """See Engine.connect_epoch. After a failure the epoch can only be aborted."""
+        epoch = topology.epoch
+        self._refuse_old(epoch)
+        if self._is_pending_or_current(epoch):
+            return
+        group = self._opened.get(epoch)
+        if group is None:
+            raise EngineError(f"epoch {epoch} is not open here")
+        if topology.rank_of(self._worker_id) != group.rank:
+            raise EngineError(f"{self._worker_id} has another rank in the topology")
+        others = [w for w in topology.worker_ids if w != self._worker_id]
+        missing = [w for w in others if w not in endpoints]
+        if missing:
+            raise EngineError(f"endpoints of {missing} are missing")
+        addresses = {
+            Rank(rank): str(endpoints[w]["group"])
+            for rank, w in enumerate(topology.worker_ids)
+            if w in others
+        }
+        try:
+            group.connect(addresses, timeout_s=timeout_s)
+        except PeerLost as exc:
+            raise EngineError(f"epoch {epoch}: ranks {sorted(exc.ranks)} did not come") from exc
+        for worker_id in others:
+            self._own.add(worker_id, endpoints[worker_id])
+        membership = Membership(group, topology, self._model.shape.num_experts)
+        self._in_loop(lambda: self._loop.set_pending(membership))
+        del self._opened[epoch]
+        failpoint("engine.after_connect")
+
+    def _in_loop(self, function: Callable[[], None]) -> None:
+        try:
+            self._loop.call(function).result(_CALL_TIMEOUT_S)
+        except TimeoutError as exc:
+            raise EngineError("the step loop is stuck in a step", took_effect=True) from exc
+
+    def _is_pending_or_current(self, epoch: Epoch) -> bool:
+        memberships = (self._loop.pending, self._loop.current)
+        return any(m is not None and m.epoch == epoch for m in memberships)
+
+    def load(self, experts: Sequence[int]) -> PushReport:
+        """See Engine.load_weights."""
+        if len(experts) > self._model.weights.slots:
+            raise EngineError(f"{len(experts)} experts for {self._model.weights.slots} slots")
+        began = time.monotonic()
+        filled = load_weights(self._model_dir, self._model.weights, experts)
+        digests = self._own.digests(filled)
+        size_bytes = sum(self._region(name).size_bytes for name in filled)
+        return PushReport(size_bytes, time.monotonic() - began, {self._worker_id: digests})
+
+    def push_dense(
+        self, epoch: Epoch, sources: Sequence[WorkerId], joiners: Sequence[WorkerId]
+    ) -> PushReport:
+        """See Engine.push_dense."""
+        self._refuse_old(epoch)
+        failpoint("engine.before_push")
+        regions = self._own.dense_regions()
+        plan = plan_dense(regions, sources, joiners, chunk_bytes=CHUNK_BYTES)
+        report = self._write([c for c in plan if c.source == self._worker_id])
+        digests = self._own.digests(r.name for r in regions)
+        return PushReport(
+            report.size_bytes, report.elapsed_s, dict.fromkeys(joiners, digests), self.probe()
+        )
+
+    def push_experts(
+        self, epoch: Epoch, worker_id: WorkerId, moves: Sequence[ExpertMove]
+    ) -> PushReport:
+        """See Engine.push_experts. Waits until no rank reads the slots that it writes."""
+        self._refuse_old(epoch)
+        failpoint("engine.before_push")
+        chunks: list[Chunk] = []
+        digests: dict[WorkerId, dict[str, str]] = {}
+        for move in (m for m in moves if m.from_worker == worker_id == self._worker_id):
+            self._wait_unused(move)
+            pairs = self._pairs(self._slot_of(move.expert), move.to_slot)
+            chunks += plan_copies(worker_id, move.to_worker, pairs, chunk_bytes=CHUNK_BYTES)
+            sent = self._own.digests(ours.name for ours, _ in pairs)
+            arrived = {theirs.name: sent[ours.name] for ours, theirs in pairs}
+            digests.setdefault(move.to_worker, {}).update(arrived)
+        report = self._write(chunks)
+        return PushReport(report.size_bytes, report.elapsed_s, digests)
+
+    def _write(self, chunks: list[Chunk]) -> PushReport:
+        began = time.monotonic()
+        size_bytes = self._own.write(chunks)
+        return PushReport(size_bytes, time.monotonic() - began)
+
+    def _slot_of(self, expert: int) -> int:
+        current = self._loop.current
+        if current is None:
+            raise EngineError("this rank is member of no group: it has no experts to send")
+        held = current.topology.members[current.rank].experts
+        if expert not in held:
+            raise EngineError(f"{self._worker_id} does not hold expert {expert}")
+        return held.index(expert)
+
+    def _pairs(self, from_slot: int, to_slot: int) -> list[tuple[Region, Region]]:
+        ours, theirs = slot_prefix(from_slot), slot_prefix(to_slot)
+        regions = [r for r in self._model.weights.arena.regions if r.name.startswith(ours)]
+        return [(r, self._region(theirs + r.name.removeprefix(ours))) for r in regions]
+
+    def _region(self, name: str) -> Region:
+        try:
+            return self._model.weights.arena.region(name)
+        except KeyError as exc:
+            raise EngineError(f"there is no region {name}") from exc
+
+    def _wait_unused(self, move: ExpertMove) -> None:
+        """Return once the group in force does not route to the slot that `move` writes.
+
+        It does so in lockstep, so a placement that this rank routes by is one that every rank
+        routes by, and the step before is over everywhere.
+        """
+        deadline = time.monotonic() + _UNUSED_TIMEOUT_S
+        while self._used(move):
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"slot {move.to_slot} of {move.to_worker} is in use: every rank of the group "
+                    "in force must install a placement without it first"
+                )
+            time.sleep(_POLL_S)
+
+    def _used(self, move: ExpertMove) -> bool:
+        current = self._loop.current
+        rank = current.topology.rank_of(move.to_worker) if current else None
+        if current is None or rank is None or rank in current.masked:
+            return False
+        return current.topology.members[rank].experts[move.to_slot] not in (EMPTY, move.expert)
+
+    def check(self, digests: dict[str, str]) -> dict[str, Any]:
+        """See Engine.check."""
+        missing = [r.name for r in self._own.dense_regions() if r.name not in digests]
+        if missing:
+            raise EngineError(f"digests of {len(missing)} dense regions are missing: {missing[0]}")
+        self._own.require(digests)
+        return {"probe": self.probe()}
+
+    def probe(self) -> str:
+        """Digest of the logits of one step with all experts masked, beside whatever else runs."""
+        cache = KvCache(self._model.shape, blocks=1)
+        vocabulary = self._model.shape.vocab_size
+        count = min(self._model.tile.batch_tokens, vocabulary)
+        rows = [Row(token, token, [1]) for token in range(min(count, 16))]
+        logits = self._model.forward(rows, cache, no_experts)[: len(rows)]
+        return hashlib.blake2s(logits.numpy().tobytes()).hexdigest()
+
+    def install(self, topology: Topology, digests: dict[str, str]) -> None:
+        """See Engine.install."""
+        self._own.require(digests)
+        self._in_loop(lambda: self._loop.install(topology))
+
+    def interrupt(self, epoch: Epoch) -> None:
+        """From any thread: close the group of `epoch` unless a step of it was right, so that
+        nobody waits for its peers any more."""
+        self._aborted = max(self._aborted, epoch)
+        current = self._loop.current
+        group = self._opened.get(epoch)
+        if current is not None and current.epoch == epoch and not current.proven:
+            group = current.group if self._loop.old is None else None
+        if group is not None:
+            group.close()
+
+    def abort(self, epoch: Epoch) -> None:
+        """See Engine.abort_epoch; interrupt() comes before."""
+        for opened in [e for e in self._opened if e <= epoch]:
+            self._opened.pop(opened).close()
+        self._in_loop(lambda: self._loop.drop_pending(epoch))
+        self._forget_strangers()
+
+    def disconnect(self, epoch: Epoch) -> None:
+        """See Engine.disconnect."""
+        self._in_loop(lambda: self._loop.disconnect(epoch))
+        self._forget_strangers()
+
+    def _forget_strangers(self) -> None:
+        memberships = [m for m in (self._loop.current, self._loop.pending) if m is not None]
+        self._own.keep_only({w for m in memberships for w in m.topology.worker_ids})

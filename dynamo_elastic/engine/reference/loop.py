@@ -1,0 +1,337 @@
+"""The step loop: one rank in lockstep with its group, from step to step and from epoch to epoch.
+
+It owns the main thread. Other threads hand it functions with call(), which run between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamo_elastic.engine.base import EngineState, Finish, Output, Request, SwitchReport
+from dynamo_elastic.engine.reference.experts import ExpertStep, LocalExperts
+from dynamo_elastic.engine.reference.kv import KvCache
+from dynamo_elastic.engine.reference.membership import (
+    ControlRecord,
+    Membership,
+    all_ready,
+    decode_records,
+    encode_record,
+    placement_digest,
+)
+from dynamo_elastic.engine.reference.model import Model
+from dynamo_elastic.engine.reference.sampling import sample
+from dynamo_elastic.engine.reference.scheduler import Batch, Chunk, Scheduler
+from dynamo_elastic.errors import ElasticError, EngineError, PeerLost
+from dynamo_elastic.failpoints import failpoint
+from dynamo_elastic.topology import Topology
+from dynamo_elastic.types import Epoch, Rank
+
+T = TypeVar("T")
+
+IDLE_S = 0.01
+"""How long an idle rank waits for something to do before the next round."""
+
+_FIRST_ROUND_TIMEOUT_S = 60.0
+"""A joiner has seen the decision; the ranks in force switch when all of them have."""
+
+_log = logging.getLogger(__name__)
+
+
+class StepLoop:
+    """Steps of one rank. Attributes may be read by any thread; the loop's thread writes them."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KvCache,
+        local: LocalExperts,
+        scheduler: Scheduler,
+        emit: Callable[[list[Output]], None],
+        *,
+        peer_timeout_s: float,
+    ) -> None:
+        self.current: Membership | None = None
+        self.pending: Membership | None = None
+        self.old: Membership | None = None
+        """The group before `current`; kept until a step of `current` was right, or, by a rank
+        that left, until it is told to disconnect."""
+        self.step = 0
+        self.draining = False
+        self.scheduler = scheduler
+        self._model = model
+        self._cache = cache
+        self._local = local
+        self._emit = emit
+        self._peer_timeout_s = peer_timeout_s
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._switched: dict[Epoch, Future[SwitchReport]] = {}
+        self._go = False
+        self._commit = Epoch(0)
+        self._round_ended_s = time.monotonic()
+
+    @property
+    def state(self) -> EngineState:
+        if self.current is not None and (self.current.proven or self.old is not None):
+            return EngineState.SERVING
+        if self.current is not None or self.pending is not None:
+            return EngineState.JOINING
+        return EngineState.LEFT if self.old is not None else EngineState.ATTACHED
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run `function` in the loop's thread, between two steps. ElasticErrors go to the caller;
+        anything else is a fault of this program and ends it."""
+        future: Future[T] = Future()
+        self._calls.put((function, future))
+        return future
+
+    def run(self) -> None:
+        """Step for ever."""
+        while True:
+            self._take_calls()
+            try:
+                self._round()
+            except PeerLost:
+                self._step_out("its group was closed")
+
+    def _take_calls(self) -> None:
+        active = self.current is not None and (self._go or self._commit or self.scheduler.busy)
+        timeout_s = 0.0 if active else IDLE_S
+        try:
+            function, future = self._calls.get(timeout_s > 0, timeout_s)
+            while True:
+                _run(function, future)
+                function, future = self._calls.get_nowait()
+        except queue.Empty:
+            return
+
+    def _round(self) -> None:
+        if self.current is None:
+            if self.pending is not None and self.pending.decided_s:
+                self._enter(self.pending)
+            return
+        current = self.current
+        records = self._control(current)
+        current.agree(records)
+        if current.rank in current.masked:
+            self._step_out(f"its peers masked it: {sorted(records)}")
+            return
+        if current.lost_experts:
+            self._fail_all(current)
+        commit = max(r.commit for r in records.values())
+        go = any(r.go for r in records.values())
+        self._announce(current, records)
+        if commit > current.epoch:
+            self._switch(commit)
+            return
+        if go:
+            self._step(current)
+        self._round_ended_s = time.monotonic()
+
+    def _control(self, current: Membership) -> dict[Rank, ControlRecord]:
+        record = ControlRecord(
+            work=self.scheduler.busy or not current.proven,
+            go=self._go,
+            ready=self._ready_epoch(current),
+            commit=self._commit,
+            placement=placement_digest(current.installed),
+            masked=tuple(sorted(current.masked | current.group.masked)),
+        )
+        first = not current.proven and self.old is None
+        timeout_s = _FIRST_ROUND_TIMEOUT_S if first else self._peer_timeout_s
+        return decode_records(current.group.control(encode_record(record), timeout_s=timeout_s))
+
+    def _ready_epoch(self, current: Membership) -> Epoch:
+        """The pending epoch, once it is decided and nobody would have to wait for a joiner."""
+        pending = self.pending
+        if pending is None or not pending.decided_s:
+            return current.epoch
+        retained, _ = pending.shared_with(current)
+        joiners = [Rank(r) for r in range(pending.group.world_size) if r not in retained]
+        return pending.epoch if pending.all_here(joiners) else current.epoch
+
+    def _announce(self, current: Membership, records: dict[Rank, ControlRecord]) -> None:
+        """What to do in the next round, from what all said in this one."""
+        self._go = any(r.work for r in records.values())
+        self._commit = Epoch(0)
+        if self.pending is not None:
+            retained = [r for r in current.shared_with(self.pending)[0] if r not in current.masked]
+            if all_ready(records, retained, self.pending.epoch):
+                self._commit = self.pending.epoch
+
+    def _step(self, current: Membership) -> None:
+        """One step. If a peer was lost in it, nothing happened: the same rows run again."""
+        if not current.proven:
+            failpoint("engine.before_first_step")
+        batch = self.scheduler.plan()
+        masked = current.group.masked
+        experts = ExpertStep(
+            current.group, current.placement, self._local, timeout_s=self._peer_timeout_s
+        )
+        tokens = self._compute(batch, experts)
+        if experts.lost or current.group.masked != masked:
+            _log.warning("step discarded: lost ranks %s", sorted(current.group.masked - masked))
+            return
+        self.step += 1
+        self._send(self.scheduler.commit(batch, tokens))
+        if not current.proven:
+            self._prove(current)
+
+    def _compute(self, batch: Batch, experts: ExpertStep) -> list[int | None]:
+        """The token of each chunk that yields one. Without rows, only serve the other ranks."""
+        if not batch.rows:
+            self._model.idle(experts)
+            return []
+        logits = self._model.forward(batch.rows, self._cache, experts).numpy()
+        return [_sample(chunk, logits) if chunk.samples else None for chunk in batch.chunks]
+
+    def _prove(self, current: Membership) -> None:
+        """The first step of a new group was right: the old one is not needed any more."""
+        current.proven = True
+        now = time.monotonic()
+        gap_s = now - self._round_ended_s if self.old is not None else 0.0
+        if self.old is not None:
+            self.old.group.close()
+            self.old = None
+        report = SwitchReport(current.epoch, gap_s, now - current.decided_s)
+        self.switched(current.epoch).set_result(report)
+        self._switched = {current.epoch: self._switched[current.epoch]}
+        _log.info("epoch %d in force, gap %.1f ms", current.epoch, gap_s * 1e3)
+
+    def _switch(self, epoch: Epoch) -> None:
+        """All ranks of the group in force do this after the same round."""
+        if self.pending is not None and self.pending.epoch == epoch:
+            failpoint("engine.before_switch")
+            self.old = self.current
+            self._enter(self.pending)
+            failpoint("engine.after_switch")
+        else:
+            self.old, self.current = self.current, None
+            self._send(self.scheduler.end(Finish.MOVED, "the rank left its group"))
+
+    def _enter(self, pending: Membership) -> None:
+        self.current, self.pending = pending, None
+        # All ranks of a new group run a step at once: it is what proves the group.
+        self._go, self._commit = True, Epoch(0)
+
+    def _step_out(self, reason: str) -> None:
+        """Go on without a group; what ran here may be tried elsewhere."""
+        _log.error("rank leaves its group: %s", reason)
+        for membership in (self.current, self.old):
+            if membership is not None:
+                membership.group.close()
+        self.current = self.old = None
+        self._send(self.scheduler.end(Finish.FAILED, f"retry: the rank left its group ({reason})"))
+
+    def _fail_all(self, current: Membership) -> None:
+        reason = f"retry: experts {list(current.lost_experts)} were lost with their rank"
+        self._send(self.scheduler.end(Finish.FAILED, reason))
+
+    def _send(self, outputs: list[Output]) -> None:
+        if outputs:
+            self._emit(outputs)
+
+    def switched(self, epoch: Epoch) -> Future[SwitchReport]:
+        """Done once a step of `epoch`'s group was right."""
+        future = self._switched.setdefault(epoch, Future())
+        # Running futures can't be cancelled by those who wait for them.
+        if not future.running() and not future.done():
+            future.set_running_or_notify_cancel()
+        return future
+
+    # What follows is run through call().
+
+    def submit(self, request: Request) -> None:
+        """Queue a generation. Raises EngineError if this rank takes none."""
+        if self.draining:
+            raise EngineError("the rank drains; send the request to another worker")
+        self.submit_always(request)
+
+    def submit_always(self, request: Request) -> None:
+        """As submit(), on a draining rank too."""
+        if self.current is None:
+            raise EngineError(f"the rank serves nobody: it is {self.state.value}")
+        if self.current.lost_experts:
+            raise EngineError(
+                f"experts {list(self.current.lost_experts)} were lost with their rank; retry later"
+            )
+        self.scheduler.submit(request)
+
+    def end(self, finish: Finish, *, longer_than: int) -> int:
+        """End every generation with more than `longer_than` tokens to go; returns how many."""
+        outputs = self.scheduler.end(finish, longer_than=longer_than)
+        self._send(outputs)
+        return len(outputs)
+
+    def cancel(self, request_id: str) -> None:
+        self._send(self.scheduler.cancel(request_id))
+
+    def set_pending(self, membership: Membership) -> None:
+        """Make a connected group the next one; a pending one before it is closed."""
+        self.drop_pending(membership.epoch)
+        self.pending = membership
+
+    def drop_pending(self, epoch: Epoch) -> None:
+        """Close the pending group of `epoch` or older. Raises EngineError if the switch to it has
+        begun."""
+        if self.pending is None or self.pending.epoch > epoch:
+            return
+        if self._commit == self.pending.epoch:
+            raise EngineError(f"epoch {self._commit} is being switched to")
+        self.pending.group.close()
+        self.pending = None
+
+    def decide(self, epoch: Epoch) -> None:
+        """The switch to the pending group of `epoch` may happen. Raises EngineError if there is no
+        such group; one that is in force is fine."""
+        if self.current is not None and self.current.epoch == epoch:
+            return
+        if self.pending is None or self.pending.epoch != epoch:
+            raise EngineError(f"epoch {epoch} is not connected here")
+        self.pending.decided_s = self.pending.decided_s or time.monotonic()
+
+    def install(self, topology: Topology) -> None:
+        """Route by the placement of `topology` once every rank of its group has it."""
+        for membership in (self.current, self.pending):
+            if membership is not None and membership.epoch == topology.epoch:
+                if membership.topology.worker_ids != topology.worker_ids:
+                    raise EngineError(f"epoch {topology.epoch} has other members than that")
+                if placement_digest(membership.installed) != placement_digest(topology):
+                    membership.installed = topology
+                return
+        raise EngineError(f"epoch {topology.epoch} is neither in force nor pending")
+
+    def disconnect(self, epoch: Epoch) -> None:
+        """Close the group before the one in force, if it is older than `epoch`."""
+        if self.old is not None and self.old.epoch < epoch:
+            self.old.group.close()
+            self.old = None
+
+
+def _run(function: Callable[[], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except ElasticError as exc:
+        future.set_exception(exc)
+    else:
+        future.set_result(result)
+
+
+def _sample(chunk: Chunk, logits: NDArray[np.float32]) -> int:
+    """The token after the last row of `chunk`; `logits` are those of the whole tile."""
+    request = chunk.sequence.request
+    return sample(
+        logits[chunk.first + chunk.count - 1],
+        seed=request.seed,
+        position=len(chunk.sequence.tokens),
+        temperature=request.temperature,
+    )

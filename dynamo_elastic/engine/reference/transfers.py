@@ -1,0 +1,112 @@
+"""This rank's weights and how they travel: its NIXL agent, the peers it knows, and digests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from dynamo_elastic.comm.base import MemoryKind, Span, TransferAgent
+from dynamo_elastic.comm.transfer_plan import Chunk
+from dynamo_elastic.comm.weights import Destination, Limits, digest, push
+from dynamo_elastic.engine.reference.layout import DENSE
+from dynamo_elastic.engine.reference.model import Weights
+from dynamo_elastic.errors import EngineError, TransferTimeout
+from dynamo_elastic.types import Region, WorkerId
+
+CHUNK_BYTES = 1 << 20
+
+_LIMITS = Limits(window_bytes=16 << 20, transfer_timeout_s=5.0, timeout_s=30.0)
+_log = logging.getLogger(__name__)
+
+
+class Transfers:
+    """Owns the agent, made by `make_agent` from a name that is new each time. One thread at a time
+    may use it. Close it."""
+
+    def __init__(
+        self, weights: Weights, incarnation: str, make_agent: Callable[[str], TransferAgent]
+    ) -> None:
+        self.weights = weights
+        self._incarnation = incarnation
+        self._make_agent = make_agent
+        self._made = 0
+        self._peers: dict[WorkerId, Destination] = {}
+        self._span = Span(weights.arena.address, weights.arena.size_bytes)
+        self._agent = self._new_agent()
+
+    def _new_agent(self) -> TransferAgent:
+        self._made += 1
+        agent = self._make_agent(f"{self._incarnation}.{self._made}")
+        agent.register(self._span)
+        return agent
+
+    def endpoint(self) -> dict[str, Any]:
+        """What peers need to write into our arena."""
+        return {
+            "agent": self._agent.metadata().hex(),
+            "address": self._span.address,
+            "size_bytes": self._span.size_bytes,
+        }
+
+    def add(self, worker_id: WorkerId, endpoint: dict[str, Any]) -> None:
+        """Know the arena of `worker_id`; an older one of it is forgotten. Raises TransferError, or
+        EngineError if its arena is laid out in another way than ours."""
+        if endpoint["size_bytes"] != self._span.size_bytes:
+            raise EngineError(
+                f"{worker_id} has {endpoint['size_bytes']} bytes of weights, this rank "
+                f"{self._span.size_bytes}: their settings or models differ"
+            )
+        name = self._agent.add_remote(bytes.fromhex(endpoint["agent"]))
+        before = self._peers.get(worker_id)
+        if before is not None and before.agent_name != name:
+            self._agent.remove_remote(before.agent_name)
+        arena = Span(endpoint["address"], endpoint["size_bytes"])
+        self._peers[worker_id] = Destination(name, arena)
+
+    def keep_only(self, workers: Iterable[WorkerId]) -> None:
+        """Forget every peer that is not among `workers`."""
+        for worker_id in self._peers.keys() - set(workers):
+            self._agent.remove_remote(self._peers.pop(worker_id).agent_name)
+
+    def write(self, chunks: Sequence[Chunk]) -> int:
+        """Write `chunks` into their targets' arenas; the number of bytes.
+
+        Raises EngineError if a target is unknown, TransferError if a transfer failed. After a
+        TransferTimeout the agent was replaced, so that no late byte lands: peers must be added
+        again, with new endpoints.
+        """
+        unknown = {c.target for c in chunks} - self._peers.keys()
+        if unknown:
+            raise EngineError(f"not connected to {sorted(unknown)}")
+        try:
+            return push(self._agent, chunks, self._span, self._peers, MemoryKind.DRAM, _LIMITS)
+        except TransferTimeout:
+            _log.warning("a push timed out: the agent is replaced")
+            self._agent.close()
+            self._peers.clear()
+            self._agent = self._new_agent()
+            raise
+
+    def digests(self, names: Iterable[str]) -> dict[str, str]:
+        """Digests of own regions. Raises EngineError for a name that there is not."""
+        arena = self.weights.arena
+        try:
+            return {name: digest(arena.view(arena.region(name))) for name in names}
+        except KeyError as exc:
+            raise EngineError(f"there is no region {exc}") from exc
+
+    def dense_regions(self) -> list[Region]:
+        return [r for r in self.weights.arena.regions if r.name.startswith(DENSE)]
+
+    def require(self, digests: dict[str, str]) -> None:
+        """Return if own regions have these digests. Raises EngineError naming those that differ."""
+        actual = self.digests(digests)
+        wrong = sorted(name for name, value in digests.items() if actual[name] != value)
+        if wrong:
+            shown = ", ".join(wrong[:3])
+            raise EngineError(f"{len(wrong)} regions do not hold what was sent: {shown}")
+
+    def close(self) -> None:
+        """Destroy the agent: no byte of it lands after this. Idempotent."""
+        self._agent.close()
