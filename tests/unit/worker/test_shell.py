@@ -1,0 +1,374 @@
+"""A shell against a scripted coordinator: steps, acknowledgements, losses, evictions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from dynamo_elastic.coordinator.records import (
+    AckRecord,
+    AckStatus,
+    CommandRecord,
+    EndpointRecord,
+    Keys,
+    MemberRecord,
+    MemberState,
+    decode,
+    encode,
+    to_json,
+)
+from dynamo_elastic.coordinator.store import Put
+from dynamo_elastic.dynamo.base import Load
+from dynamo_elastic.errors import EngineError, IllegalTransition
+from dynamo_elastic.phases import Step
+from dynamo_elastic.testing.agent import FakeAgent
+from dynamo_elastic.testing.scripted_engine import ScriptedEngine
+from dynamo_elastic.testing.store import FakeStore
+from dynamo_elastic.testing.virtual_time import run
+from dynamo_elastic.topology import Member, Topology
+from dynamo_elastic.types import Epoch, FencingToken, Incarnation, OperationId, WorkerId
+from dynamo_elastic.worker.base import ShellParts
+from dynamo_elastic.worker.participant import Participant
+from dynamo_elastic.worker.presence import Presence, check_member_move
+from dynamo_elastic.worker.requests import RequestDesk
+from dynamo_elastic.worker.shell import Shell
+
+ME, OTHER = WorkerId("slot1"), WorkerId("slot0")
+KEYS = Keys("test")
+TTL_S = 5
+
+
+class FakeRegistrar:
+    """Dynamo in memory: `data` is the card, None while unregistered."""
+
+    def __init__(self) -> None:
+        self.data: Mapping[str, str] | None = None
+        self.loads: list[Load] = []
+
+    async def register(self, runtime_data: Mapping[str, str]) -> int:
+        self.data = runtime_data
+        return 42
+
+    async def unregister(self) -> None:
+        self.data = None
+
+    def report(self, load: Load) -> None:
+        self.loads.append(load)
+
+
+class Bench:
+    """One shell on fakes, and the hand of a coordinator."""
+
+    def __init__(self) -> None:
+        self.store = FakeStore()
+        self.engines: dict[str, ScriptedEngine] = {}
+        self.agent = FakeAgent(2, self._boot)
+        self.registrar = FakeRegistrar()
+        parts = ShellParts(
+            ME, 1, self.store, KEYS, self.agent, self.registrar, lambda path: self.engines[path]
+        )
+        member = MemberRecord(ME, 1, "host", 1, MemberState.STANDBY)
+        self.presence = Presence(self.store, KEYS, member)
+        self.desk = RequestDesk(100)
+        self.participant = Participant(parts, self.presence, self.desk)
+        self.shell = Shell(parts, self.presence, self.participant, lease_ttl_s=TTL_S)
+        self.seq = 0
+
+    def _boot(self, slot: int, incarnation: Incarnation) -> str:
+        path = f"/{incarnation}"
+        self.engines[path] = ScriptedEngine(incarnation)
+        return path
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        return list(self.engines.values())[-1]
+
+    @property
+    def member(self) -> MemberRecord:
+        return decode(MemberRecord, self.store.data[KEYS.member(ME)].value)
+
+    def state(self) -> MemberState:
+        return self.member.state
+
+    def topology(self, epoch: int, *, me: bool = True) -> Topology:
+        incarnation = self.engine.incarnation if self.engines else Incarnation("")
+        mine = (Member(ME, incarnation, (0,)),) if me else ()
+        return Topology(Epoch(epoch), (Member(OTHER, Incarnation("o"), (1,)), *mine))
+
+    async def send(
+        self, step: Step, *, token: int = 1, deadline_s: float = 10.0, **more: Any
+    ) -> None:
+        self.seq += 1
+        payload = {"topology": to_json(self.topology(1)), "retained": [OTHER], "joiners": [ME]}
+        command = CommandRecord(
+            *(OperationId("op"), Epoch(1), FencingToken(token), self.seq, step, deadline_s),
+            payload | {"epoch": 1, "short_tokens": 0, "timeout_s": 1.0, "digests": {}} | more,
+        )
+        await self.store.txn([], [Put(KEYS.command(ME), encode(command))])
+
+    async def command(self, step: Step, **more: Any) -> AckRecord:
+        """Send a command and return its acknowledgement."""
+        await self.send(step, **more)
+        async with self.store.watch(KEYS.ack(ME)) as watch:
+            async for change in watch:
+                if change.value is not None:
+                    ack = decode(AckRecord, change.value)
+                    if ack.seq == self.seq:
+                        return ack
+        raise AssertionError("the watch ended")
+
+    async def must(self, *steps: Step) -> None:
+        for step in steps:
+            ack = await self.command(step)
+            assert ack.status is AckStatus.DONE, ack.reason
+
+    async def commit(self, topology: Topology) -> None:
+        await self.store.txn([], [Put(KEYS.topology, encode(topology))])
+
+    async def peer_opens(self) -> None:
+        key = KEYS.endpoint(Epoch(1), OTHER)
+        record = EndpointRecord(OTHER, Incarnation("o"), Epoch(1), {"address": "there"})
+        await self.store.txn([], [Put(key, encode(record))])
+
+    async def join(self) -> None:
+        """All of a scale-up, seen from this joiner."""
+        await self.peer_opens()
+        await self.must(Step.RESTORE, Step.OPEN, Step.CONNECT, Step.CHECK)
+        await self.commit(self.topology(1))
+        await self.must(Step.SWITCH, Step.CANARY, Step.SERVE)
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Bench]:
+    bench, stop = Bench(), asyncio.Event()
+    task = asyncio.create_task(bench.shell.run(stop))
+    await asyncio.sleep(0.1)
+    try:
+        yield bench
+    finally:
+        stop.set()
+        await task
+
+
+def scenario(main: Any) -> Any:
+    """A test that gets a running shell, in virtual time."""
+
+    def test() -> None:
+        async def body() -> None:
+            async with running() as bench:
+                await main(bench)
+
+        run(body())
+
+    test.__name__, test.__doc__ = main.__name__, main.__doc__
+    return test
+
+
+@scenario
+async def test_a_joiner_comes_to_serve(bench: Bench) -> None:
+    assert bench.state() is MemberState.STANDBY
+    await bench.join()
+    assert bench.state() is MemberState.SERVING
+    assert bench.member.incarnation == bench.engine.incarnation
+    assert bench.registrar.data is not None
+    assert bench.registrar.data["epoch"] == "1"
+    assert bench.registrar.data["rank"] == "1"
+
+
+@scenario
+async def test_connect_waits_for_the_peers_endpoint(bench: Bench) -> None:
+    await bench.must(Step.RESTORE, Step.OPEN)
+    connecting = asyncio.create_task(bench.command(Step.CONNECT))
+    await asyncio.sleep(1.0)
+    assert "connect_epoch" not in bench.engine.calls
+    await bench.peer_opens()
+    assert (await connecting).status is AckStatus.DONE
+
+
+@scenario
+async def test_a_step_that_takes_too_long_fails_with_its_reason(bench: Bench) -> None:
+    await bench.must(Step.RESTORE, Step.OPEN)
+    ack = await bench.command(Step.CONNECT, deadline_s=3.0)
+    assert ack.status is AckStatus.FAILED
+    assert "longer than 3 s" in ack.reason
+
+
+@scenario
+async def test_the_engines_reason_is_passed_on(bench: Bench) -> None:
+    await bench.must(Step.RESTORE)
+    bench.engine.refuse["open_epoch"] = EngineError("no more sockets")
+    ack = await bench.command(Step.OPEN)
+    assert (ack.status, ack.reason) == (AckStatus.FAILED, "EngineError: no more sockets")
+
+
+@scenario
+async def test_a_step_without_an_engine_fails(bench: Bench) -> None:
+    assert (await bench.command(Step.OPEN)).status is AckStatus.FAILED
+
+
+@scenario
+async def test_a_command_that_is_repeated_runs_once(bench: Bench) -> None:
+    await bench.must(Step.RESTORE, Step.OPEN)
+    bench.seq -= 1
+    again = await bench.command(Step.OPEN, token=2)
+    assert (again.status, again.token) == (AckStatus.DONE, 2)
+    assert bench.engine.calls.count("open_epoch") == 1
+
+
+@scenario
+async def test_an_older_token_is_refused_in_silence(bench: Bench) -> None:
+    await bench.command(Step.RESTORE, token=5)
+    calls = list(bench.engine.calls)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(5.0):
+            await bench.command(Step.OPEN, token=4)
+    assert bench.engine.calls == calls
+
+
+@scenario
+async def test_a_newer_command_takes_the_place_of_one_that_hangs(bench: Bench) -> None:
+    await bench.must(Step.RESTORE, Step.OPEN)
+    await bench.send(Step.CONNECT, deadline_s=1000.0)
+    await asyncio.sleep(1.0)
+    assert (await bench.command(Step.ABORT)).status is AckStatus.DONE
+    assert bench.state() is MemberState.STANDBY
+
+
+@scenario
+async def test_an_aborted_joiner_is_on_standby_again(bench: Bench) -> None:
+    await bench.must(Step.RESTORE, Step.OPEN, Step.ABORT, Step.ABORT)
+    assert bench.member == MemberRecord(ME, 1, "host", 1, MemberState.STANDBY)
+    assert not (await bench.agent.slots())[1].incarnation
+    assert KEYS.endpoint(Epoch(1), ME) not in bench.store.data
+    await bench.join()
+
+
+@scenario
+async def test_an_aborted_retained_rank_serves_on(bench: Bench) -> None:
+    await bench.join()
+    await bench.must(Step.FREEZE, Step.ABORT)
+    assert bench.engine.calls[-2:] == ["abort_epoch", "thaw"]
+    assert bench.registrar.data is not None
+
+
+@scenario
+async def test_a_leaver_drains_and_is_parked(bench: Bench) -> None:
+    await bench.join()
+    await bench.must(Step.DRAIN)
+    assert (bench.registrar.data, bench.state()) == (None, MemberState.LEAVING)
+    await bench.commit(bench.topology(2, me=False))
+    await asyncio.sleep(1.0)
+    assert bench.state() is MemberState.LEAVING, "its operation parks it, nobody else"
+    assert bench.engine.epoch == 2
+    await bench.must(Step.PARK)
+    assert bench.state() is MemberState.STANDBY
+    assert not (await bench.agent.slots())[1].incarnation
+
+
+@scenario
+async def test_an_aborted_leaver_serves_again(bench: Bench) -> None:
+    await bench.join()
+    await bench.must(Step.DRAIN, Step.ABORT, Step.ABORT)
+    assert bench.state() is MemberState.SERVING
+    assert not bench.engine.draining
+    assert bench.registrar.data is not None
+
+
+@scenario
+async def test_a_dead_engine_is_said_at_once_and_given_up_when_evicted(bench: Bench) -> None:
+    await bench.join()
+    bench.engine.die()
+    await asyncio.sleep(0.1)
+    assert bench.state() is MemberState.SERVING
+    assert "scripted death" in bench.member.lost_reason
+    assert bench.registrar.data is None
+    await bench.commit(bench.topology(2, me=False))
+    await asyncio.sleep(0.1)
+    assert bench.member == MemberRecord(ME, 1, "host", 1, MemberState.STANDBY)
+
+
+@scenario
+async def test_a_serving_rank_that_is_evicted_gives_up_its_engine(bench: Bench) -> None:
+    await bench.join()
+    await bench.commit(bench.topology(2, me=False))
+    await asyncio.sleep(0.1)
+    assert (bench.registrar.data, bench.state()) == (None, MemberState.STANDBY)
+    assert not (await bench.agent.slots())[1].incarnation
+
+
+@scenario
+async def test_a_lost_session_is_followed_by_a_new_one(bench: Bench) -> None:
+    await bench.join()
+    bench.store.down = True
+    await asyncio.sleep(2 * TTL_S)
+    assert bench.registrar.data is None
+    bench.store.down = False
+    bench.store.break_watches()
+    await asyncio.sleep(2.0)
+    assert bench.state() is MemberState.SERVING
+    assert bench.registrar.data is not None
+
+
+@scenario
+async def test_a_shell_that_was_evicted_without_a_session_is_on_standby(bench: Bench) -> None:
+    await bench.join()
+    bench.store.down = True
+    await asyncio.sleep(2 * TTL_S)
+    bench.store.down = False
+    bench.store.break_watches()
+    await bench.commit(bench.topology(2, me=False))
+    await asyncio.sleep(2.0)
+    assert bench.state() is MemberState.STANDBY
+    assert not (await bench.agent.slots())[1].incarnation
+
+
+def test_a_slot_has_one_owner() -> None:
+    async def main() -> None:
+        async with running() as bench:
+            second = Bench()
+            second.presence._store = bench.store
+            second.store = bench.store
+            claiming = asyncio.create_task(_claim(second))
+            await asyncio.sleep(3 * TTL_S)
+            assert not claiming.done()
+        await claiming
+
+    async def _claim(second: Bench) -> None:
+        from dynamo_elastic.coordinator.session import Session
+
+        await second.presence.claim(await Session.open(second.store, TTL_S))
+
+    run(main())
+
+
+@scenario
+async def test_the_engine_of_an_earlier_shell_is_ended(bench: Bench) -> None:
+    await bench.agent.start_engine(1, ME, OperationId("old"), Epoch(1), timeout_s=1.0)
+    await bench.participant.resume()
+    assert not (await bench.agent.slots())[1].incarnation
+
+
+@scenario
+async def test_the_planner_hears_of_the_load(bench: Bench) -> None:
+    await bench.join()
+    await asyncio.sleep(1.0)
+    assert bench.registrar.loads
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (MemberState.STANDBY, MemberState.SERVING),
+        (MemberState.STANDBY, MemberState.LEAVING),
+        (MemberState.JOINING, MemberState.LEAVING),
+        (MemberState.SERVING, MemberState.JOINING),
+        (MemberState.LEAVING, MemberState.JOINING),
+    ],
+)
+def test_illegal_moves_are_refused(before: MemberState, after: MemberState) -> None:
+    with pytest.raises(IllegalTransition):
+        check_member_move(before, after)
