@@ -73,12 +73,15 @@ class Who(StrEnum):
     RETAINED = "retained"
     JOINERS = "joiners"
     LEAVERS = "leavers"
+    """All that leave, lost ones too."""
+    LIVE_LEAVERS = "live_leavers"
+    """Leavers that still serve."""
     NEXT = "next"
     """Members of the next topology: retained and joiners."""
     BEFORE = "before"
     """Members of the topology in force: retained and leavers."""
     PROBED = "probed"
-    """Joiners, and the reference they are compared with: the lowest retained rank (boot: rank 0)."""
+    """Joiners, and what they are compared with: the lowest retained rank (in a boot, rank 0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,7 @@ PHASES: dict[Kind, tuple[PhaseSpec, ...]] = {
         _PLAN,
         PhaseSpec(
             Phase.DRAIN,
-            ((Step.DRAIN, Who.LEAVERS),),
+            ((Step.DRAIN, Who.LIVE_LEAVERS),),
             "leavers unregister; short requests finish, the others move",
         ),
         PhaseSpec(

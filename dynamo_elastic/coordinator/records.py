@@ -109,8 +109,12 @@ class Keys:
     def ack(self, worker: WorkerId) -> str:
         return f"{self.acks}{worker}"
 
+    @property
+    def all_endpoints(self) -> str:
+        return f"{self.prefix}endpoints/"
+
     def endpoints(self, epoch: Epoch) -> str:
-        return f"{self.prefix}endpoints/{epoch:08d}/"
+        return f"{self.all_endpoints}{epoch:08d}/"
 
     def endpoint(self, epoch: Epoch, worker: WorkerId) -> str:
         return f"{self.endpoints(epoch)}{worker}"
@@ -161,6 +165,8 @@ class OutcomeStatus(StrEnum):
     """Not legal; nothing was changed, and the target in force before is wanted again."""
     FAILED = "failed"
     """Given up after repeated failures; the width in force is the target now."""
+    SUPERSEDED = "superseded"
+    """A newer target came before this one was answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +243,8 @@ class OperationRecord:
     participants: dict[WorkerId, str] = field(default_factory=dict)
     """Last answer of each participant: '<step> done', '<step> failed: why', 'lost'."""
     lost: tuple[WorkerId, ...] = ()
-    """Members of the new topology that failed after COMMIT: not served, to be evicted."""
+    """Members that were gone when it opened, and those of the new topology that failed after
+    COMMIT: not commanded any more, to be evicted."""
     current: Topology | None = None
     """Once experts have begun to move: the topology in force, with a placement that is safe to
     route by whatever became of the copies under way. None: the one stored under `topology`."""
@@ -277,6 +284,20 @@ def decode(kind: type[T], raw: bytes) -> T:
             )
         result: T = _adapter(kind).validate_python(envelope.get("record"))
     except (ValidationError, ValueError) as exc:
+        raise RecordError(f"{kind.__name__} can't be read: {exc}") from exc
+    return result
+
+
+def to_json(value: object) -> Any:
+    """`value` as plain JSON types, for the payload of a command or an ack."""
+    return _adapter(type(value)).dump_python(value, mode="json")
+
+
+def from_json(kind: type[T], value: object) -> T:
+    """The inverse of to_json(). Raises RecordError if `value` is not a `kind`."""
+    try:
+        result: T = _adapter(kind).validate_python(value)
+    except ValidationError as exc:
         raise RecordError(f"{kind.__name__} can't be read: {exc}") from exc
     return result
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from dynamo_elastic.coordinator.store import Store
-from dynamo_elastic.errors import SessionLost, StoreError, StoreUnavailable
+from dynamo_elastic.errors import ElasticError, SessionLost, StoreError, StoreUnavailable
 from dynamo_elastic.types import LeaseId
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -59,6 +62,22 @@ class Session:
         """Raise SessionLost if this session is over."""
         if self.lost.is_set():
             raise SessionLost(self.lost.cause)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is cancelled, and SessionLost raised, if the session is lost
+        first."""
+        task = asyncio.ensure_future(work)
+        lost = asyncio.ensure_future(self.lost.wait())
+        try:
+            await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise SessionLost(self.lost.cause)
+            return task.result()
+        finally:
+            lost.cancel()
+            if task.cancel():
+                with suppress(asyncio.CancelledError, ElasticError):
+                    await task
 
     async def close(self) -> None:
         """End the lease and delete its keys. Idempotent; with the store away the keys go when the

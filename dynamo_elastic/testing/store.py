@@ -1,10 +1,10 @@
-"""FakeStore: the Store in memory, linearizable, with faults that a test scripts."""
+"""FakeStore: the Store in memory, linearizable. FaultyStore: any Store, with scripted faults."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -14,34 +14,12 @@ from dynamo_elastic.coordinator.store import (
     Guard,
     Op,
     Put,
+    Store,
     Versioned,
     Watch,
 )
 from dynamo_elastic.errors import GuardFailed, OutcomeUnknown, SessionLost, StoreUnavailable
 from dynamo_elastic.types import LeaseId
-
-
-class FaultKind(StrEnum):
-    REFUSE = "refuse"
-    """StoreUnavailable; nothing is applied."""
-    LOSE_REPLY = "lose_reply"
-    """Applied, then OutcomeUnknown."""
-    LOSE_REQUEST = "lose_request"
-    """OutcomeUnknown; nothing is applied."""
-    APPLY_LATE = "apply_late"
-    """OutcomeUnknown at once; applied `delay_s` later, if its guards hold then."""
-    DELAY = "delay"
-    """Answered `delay_s` late."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Hits one transaction: number `at_write` (0-based), or the first that touches `key`."""
-
-    kind: FaultKind
-    at_write: int | None = None
-    key: str | None = None
-    delay_s: float = 1.0
 
 
 @dataclass(slots=True)
@@ -52,13 +30,11 @@ class _Lease:
 
 
 class FakeStore:
-    """A Store of one event loop; leases run on the loop's clock. `faults` hit once each."""
+    """A Store of one event loop; leases run on the loop's clock."""
 
     def __init__(self) -> None:
         self.revision = 0
         self.data: dict[str, Versioned] = {}
-        self.writes = 0
-        self.faults: list[Fault] = []
         self.down = False
         """While true every call raises StoreUnavailable. See also break_watches()."""
         self._leases: dict[LeaseId, _Lease] = {}
@@ -76,14 +52,7 @@ class FakeStore:
     async def txn(self, guards: Sequence[Guard], ops: Sequence[Op]) -> int:
         await self._answer()
         _check_distinct(ops)
-        fault = self._next_fault(ops)
-        self.writes += 1
-        if fault is not None:
-            await self._suffer(fault, guards, ops)
-        revision = self._apply(guards, ops)
-        if fault is not None and fault.kind is FaultKind.LOSE_REPLY:
-            raise OutcomeUnknown("scripted: reply lost")
-        return revision
+        return self._apply(guards, ops)
 
     @asynccontextmanager
     async def watch(self, prefix: str) -> AsyncIterator[Watch]:
@@ -140,31 +109,6 @@ class FakeStore:
         if self.down:
             raise StoreUnavailable("scripted: the store is down")
 
-    def _next_fault(self, ops: Sequence[Op]) -> Fault | None:
-        touched = [op.prefix if isinstance(op, DeletePrefix) else op.key for op in ops]
-        for fault in self.faults:
-            if fault.at_write == self.writes or fault.key in touched:
-                self.faults.remove(fault)
-                return fault
-        return None
-
-    async def _suffer(self, fault: Fault, guards: Sequence[Guard], ops: Sequence[Op]) -> None:
-        if fault.kind is FaultKind.REFUSE:
-            raise StoreUnavailable("scripted: refused")
-        if fault.kind is FaultKind.LOSE_REQUEST:
-            raise OutcomeUnknown("scripted: request lost")
-        if fault.kind is FaultKind.DELAY:
-            await asyncio.sleep(fault.delay_s)
-        if fault.kind is FaultKind.APPLY_LATE:
-            loop = asyncio.get_running_loop()
-            loop.call_later(fault.delay_s, self._apply_if_guards_hold, guards, ops)
-            raise OutcomeUnknown("scripted: applied late")
-
-    def _apply_if_guards_hold(self, guards: Sequence[Guard], ops: Sequence[Op]) -> None:
-        if self._failed_guards(guards):
-            return
-        self._apply(guards, ops)
-
     def _failed_guards(self, guards: Sequence[Guard]) -> list[str]:
         stored = {g.key: self.data.get(g.key) for g in guards}
         return [
@@ -218,6 +162,93 @@ class FakeStore:
             for change in changes:
                 if change.key.startswith(watch.prefix):
                     watch.push(change)
+
+
+class FaultKind(StrEnum):
+    REFUSE = "refuse"
+    """StoreUnavailable; nothing is applied."""
+    LOSE_REPLY = "lose_reply"
+    """Applied, then OutcomeUnknown."""
+    LOSE_REQUEST = "lose_request"
+    """OutcomeUnknown; nothing is applied."""
+    APPLY_LATE = "apply_late"
+    """OutcomeUnknown at once; applied `delay_s` later, if its guards hold then."""
+    DELAY = "delay"
+    """Answered `delay_s` late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Hits one transaction: number `at_write` (0-based), or the first that touches `key`."""
+
+    kind: FaultKind
+    at_write: int | None = None
+    key: str | None = None
+    delay_s: float = 1.0
+
+
+class FaultyStore:
+    """`inner`, as one client sees it: each of `faults` hits one transaction of this client."""
+
+    def __init__(self, inner: Store, faults: Sequence[Fault] = ()) -> None:
+        self._inner = inner
+        self.faults = list(faults)
+        self.writes = 0
+        self._late: set[asyncio.Task[None]] = set()
+
+    async def get(self, key: str) -> Versioned | None:
+        return await self._inner.get(key)
+
+    async def get_prefix(self, prefix: str) -> tuple[Versioned, ...]:
+        return await self._inner.get_prefix(prefix)
+
+    async def txn(self, guards: Sequence[Guard], ops: Sequence[Op]) -> int:
+        fault = self._next_fault(ops)
+        self.writes += 1
+        if fault is None:
+            return await self._inner.txn(guards, ops)
+        if fault.kind is FaultKind.REFUSE:
+            raise StoreUnavailable("scripted: refused")
+        if fault.kind is FaultKind.LOSE_REQUEST:
+            raise OutcomeUnknown("scripted: request lost")
+        if fault.kind is FaultKind.APPLY_LATE:
+            task = asyncio.create_task(self._apply_late(fault.delay_s, guards, ops))
+            self._late.add(task)
+            raise OutcomeUnknown("scripted: applied late")
+        if fault.kind is FaultKind.DELAY:
+            await asyncio.sleep(fault.delay_s)
+        revision = await self._inner.txn(guards, ops)
+        if fault.kind is FaultKind.LOSE_REPLY:
+            raise OutcomeUnknown("scripted: reply lost")
+        return revision
+
+    def watch(self, prefix: str) -> AbstractAsyncContextManager[Watch]:
+        return self._inner.watch(prefix)
+
+    async def grant_lease(self, ttl_s: int) -> LeaseId:
+        return await self._inner.grant_lease(ttl_s)
+
+    async def keep_alive(self, lease: LeaseId) -> None:
+        await self._inner.keep_alive(lease)
+
+    async def revoke_lease(self, lease: LeaseId) -> None:
+        await self._inner.revoke_lease(lease)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def _next_fault(self, ops: Sequence[Op]) -> Fault | None:
+        touched = [op.prefix if isinstance(op, DeletePrefix) else op.key for op in ops]
+        for fault in self.faults:
+            if fault.at_write == self.writes or fault.key in touched:
+                self.faults.remove(fault)
+                return fault
+        return None
+
+    async def _apply_late(self, delay_s: float, guards: Sequence[Guard], ops: Sequence[Op]) -> None:
+        await asyncio.sleep(delay_s)
+        with suppress(GuardFailed):
+            await self._inner.txn(guards, ops)
 
 
 class _FakeWatch:

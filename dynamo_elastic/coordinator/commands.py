@@ -1,0 +1,184 @@
+"""Commands to participants, and their acks: one step of one operation at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo_elastic.coordinator.fenced import FencedStore
+from dynamo_elastic.coordinator.records import (
+    AckRecord,
+    AckStatus,
+    CommandRecord,
+    Keys,
+    MemberRecord,
+    decode,
+    encode,
+)
+from dynamo_elastic.coordinator.store import Guard, Put
+from dynamo_elastic.errors import LeadershipLost, StoreUnavailable
+from dynamo_elastic.phases import Step
+from dynamo_elastic.types import Epoch, OperationId, WorkerId
+
+log = logging.getLogger(__name__)
+
+_GRACE_S = 1.0
+"""A participant's own deadline passes so much before ours: a reason is worth more than silence."""
+_REWATCH_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One step for some workers, each with its payload."""
+
+    step: Step
+    payloads: Mapping[WorkerId, dict[str, Any]]
+    timeout_s: float
+    fail_fast: bool
+    """Return at the first failure: the rest does not matter any more."""
+
+
+@dataclass(slots=True)
+class Answers:
+    """What became of an order. A worker that is in none of these has not answered."""
+
+    done: dict[WorkerId, AckRecord] = field(default_factory=dict)
+    failed: dict[WorkerId, str] = field(default_factory=dict)
+    """It says so itself, with its reason."""
+    lost: dict[WorkerId, str] = field(default_factory=dict)
+    """Its lease ran out, or its engine is gone."""
+    silent: tuple[WorkerId, ...] = ()
+    """Did not answer before the deadline."""
+
+
+class Commander:
+    """Commands of one operation; `seq` rises with each step, over coordinators too."""
+
+    def __init__(
+        self, fenced: FencedStore, keys: Keys, operation_id: OperationId, epoch: Epoch
+    ) -> None:
+        self._fenced = fenced
+        self._keys = keys
+        self._operation_id = operation_id
+        self._epoch = epoch
+        self._seq = 0
+
+    async def run(self, order: Order) -> Answers:
+        """Command, and wait for every answer or the deadline. Raises LeadershipLost, StoreError."""
+        waiting = _Waiting(order, self._keys, self._operation_id, self._fenced.token)
+        deadline_s = asyncio.get_running_loop().time() + order.timeout_s + _GRACE_S
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                waiting.seq = await self._send(order)
+                await self._collect(waiting)
+        except TimeoutError:
+            waiting.answers.silent = tuple(waiting.unanswered())
+        return waiting.answers
+
+    async def _send(self, order: Order) -> int:
+        stored = await self._fenced.store.get_prefix(self._keys.commands)
+        revisions = {v.key: v.mod_revision for v in stored}
+        # Commands of a coordinator before us count: the sequence is the operation's.
+        before = [decode(CommandRecord, v.value) for v in stored]
+        seqs = [c.seq for c in before if c.operation_id == self._operation_id]
+        self._seq = seq = max([self._seq, *seqs]) + 1
+        commands = {
+            self._keys.command(worker): CommandRecord(
+                self._operation_id,
+                self._epoch,
+                self._fenced.token,
+                seq,
+                order.step,
+                order.timeout_s,
+                payload,
+            )
+            for worker, payload in order.payloads.items()
+        }
+        if not commands:
+            return seq
+        first = next(iter(commands))
+
+        async def applied() -> int | None:
+            read = await self._fenced.store.get(first)
+            if read is None:
+                return None
+            found, sent = decode(CommandRecord, read.value), commands[first]
+            ours = (found.operation_id, found.token, found.seq)
+            same = ours == (sent.operation_id, sent.token, sent.seq)
+            return read.mod_revision if same else None
+
+        await self._fenced.write(
+            [Guard(key, revisions.get(key, 0)) for key in commands],
+            [Put(key, encode(command)) for key, command in commands.items()],
+            applied=applied,
+        )
+        return seq
+
+    async def _collect(self, waiting: _Waiting) -> None:
+        while not waiting.over():
+            try:
+                async with self._fenced.store.watch(self._keys.prefix) as watch:
+                    waiting.look({v.key: v.value for v in watch.snapshot})
+                    if waiting.over():
+                        return
+                    async for event in watch:
+                        waiting.see(event.key, event.value)
+                        if waiting.over():
+                            return
+            except StoreUnavailable as exc:
+                log.warning("watching for acks of %s: %s", waiting.order.step, exc)
+                await asyncio.sleep(_REWATCH_PAUSE_S)
+            await self._fenced.check()
+
+
+class _Waiting:
+    """What an order waits for: fed with stored values, it fills `answers`."""
+
+    def __init__(self, order: Order, keys: Keys, operation_id: OperationId, token: int) -> None:
+        self.order = order
+        self.answers = Answers()
+        self.seq = 0
+        self._keys = keys
+        self._identity = (operation_id, token)
+        self._members = {keys.member(w): w for w in order.payloads}
+        self._acks = {keys.ack(w): w for w in order.payloads}
+
+    def unanswered(self) -> Iterable[WorkerId]:
+        a = self.answers
+        return [w for w in self.order.payloads if w not in {*a.done, *a.failed, *a.lost}]
+
+    def over(self) -> bool:
+        failed = bool(self.answers.failed or self.answers.lost)
+        return (failed and self.order.fail_fast) or not self.unanswered()
+
+    def look(self, stored: Mapping[str, bytes]) -> None:
+        """Take in everything that is stored, acks first: who answered and died has answered."""
+        for key in self._acks:
+            self.see(key, stored.get(key))
+        for key in self._members:
+            self.see(key, stored.get(key))
+
+    def see(self, key: str, value: bytes | None) -> None:
+        if key in self._acks and value is not None:
+            self._see_ack(self._acks[key], decode(AckRecord, value))
+        elif key in self._members:
+            worker = self._members[key]
+            reason = (
+                "its lease ran out" if value is None else decode(MemberRecord, value).lost_reason
+            )
+            if reason and worker in self.unanswered():
+                self.answers.lost[worker] = reason
+        elif key == self._keys.leader:
+            raise LeadershipLost("the leader's key changed")
+
+    def _see_ack(self, worker: WorkerId, ack: AckRecord) -> None:
+        expected = (*self._identity, self.seq)
+        if (ack.operation_id, ack.token, ack.seq) != expected or worker not in self.unanswered():
+            return
+        if ack.status is AckStatus.DONE:
+            self.answers.done[worker] = ack
+        else:
+            self.answers.failed[worker] = ack.reason or "no reason given"

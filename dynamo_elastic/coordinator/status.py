@@ -1,0 +1,103 @@
+"""Everything that is stored about a deployment, read at one revision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from dynamo_elastic.coordinator.records import (
+    Keys,
+    MemberRecord,
+    MemberState,
+    OperationRecord,
+    TargetOutcome,
+    TargetRecord,
+    decode,
+)
+from dynamo_elastic.coordinator.store import Store, Versioned
+from dynamo_elastic.topology import Topology
+from dynamo_elastic.types import WorkerId
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One consistent view. `revisions` has the mod_revision of each key, for guards."""
+
+    topology: Topology | None = None
+    epoch: int = 0
+    """The highest ever used."""
+    members: dict[WorkerId, MemberRecord] = field(default_factory=dict)
+    operation: OperationRecord | None = None
+    last: OperationRecord | None = None
+    target: TargetRecord | None = None
+    outcome: TargetOutcome | None = None
+    leader: str = ""
+    """Name of the coordinator in charge, '' if there is none."""
+    revisions: Mapping[str, int] = field(default_factory=dict)
+
+    def revision(self, key: str) -> int:
+        """mod_revision of `key`, 0 if it does not exist."""
+        return self.revisions.get(key, 0)
+
+    @property
+    def width(self) -> int:
+        """Ranks in force."""
+        return self.topology.world_size if self.topology else 0
+
+    def lost_reasons(self) -> dict[WorkerId, str]:
+        """Members of the topology that can't serve any more, and why."""
+        if self.topology is None:
+            return {}
+        last = self.last
+        given_up = last.lost if last and last.plan.after.epoch == self.topology.epoch else ()
+        reasons: dict[WorkerId, str] = {}
+        for member in self.topology.members:
+            record = self.members.get(member.worker_id)
+            if record is None:
+                reasons[member.worker_id] = "its lease ran out"
+            elif record.lost_reason:
+                reasons[member.worker_id] = record.lost_reason
+            elif record.incarnation != member.incarnation:
+                reasons[member.worker_id] = "its engine is not the one that joined"
+            elif last is not None and member.worker_id in given_up:
+                reasons[member.worker_id] = last.participants.get(member.worker_id, "lost")
+        return reasons
+
+    def standby(self) -> tuple[WorkerId, ...]:
+        """Shells without an engine, by slot: free to join."""
+        free = [
+            m for m in self.members.values() if m.state is MemberState.STANDBY and not m.lost_reason
+        ]
+        return tuple(m.worker_id for m in sorted(free, key=lambda m: (m.slot, m.worker_id)))
+
+
+async def read_status(store: Store, keys: Keys) -> Status:
+    """What is stored now. Raises StoreUnavailable, or RecordError for what can't be read."""
+    return status_of(await store.get_prefix(keys.prefix), keys)
+
+
+def status_of(stored: Iterable[Versioned], keys: Keys) -> Status:
+    """The status in a snapshot of `keys.prefix`. Raises RecordError."""
+    by_key = {v.key: v for v in stored}
+
+    def read(kind: type[T], key: str) -> T | None:
+        return decode(kind, by_key[key].value) if key in by_key else None
+
+    members = [
+        decode(MemberRecord, v.value) for k, v in by_key.items() if k.startswith(keys.members)
+    ]
+    leader = by_key.get(keys.leader)
+    return Status(
+        topology=read(Topology, keys.topology),
+        epoch=read(int, keys.epoch) or 0,
+        members={m.worker_id: m for m in members},
+        operation=read(OperationRecord, keys.operation),
+        last=read(OperationRecord, keys.last),
+        target=read(TargetRecord, keys.target),
+        outcome=read(TargetOutcome, keys.outcome),
+        leader=leader.value.decode().split()[0] if leader else "",
+        revisions={k: v.mod_revision for k, v in by_key.items()},
+    )
