@@ -46,7 +46,7 @@ _LOCAL = "none"
 
 
 @contextmanager
-def _nixl_errors(act: str, remote: str) -> Iterator[None]:
+def nixl_errors(act: str, remote: str) -> Iterator[None]:
     """Turn NIXL's errors into TransferError about `remote`."""
     try:
         yield
@@ -69,12 +69,12 @@ class NixlTransfer:
 
     def post(self) -> None:
         """Start it. Raises TransferError."""
-        with _nixl_errors("a write", self._remote):
+        with nixl_errors("a write", self._remote):
             self._done = self._live().postXferReq(self._handle, b"") == nixl.NIXL_SUCCESS
 
     def poll(self) -> TransferState:
         if not self._done:
-            with _nixl_errors("a write", self._remote):
+            with nixl_errors("a write", self._remote):
                 self._done = self._live().getXferStatus(self._handle) == nixl.NIXL_SUCCESS
         return TransferState.DONE if self._done else TransferState.RUNNING
 
@@ -125,11 +125,11 @@ class NixlAgent:
 
     def register(self, span: Span, kind: MemoryKind = MemoryKind.DRAM) -> None:
         entry = (span.address, span.size_bytes, span.device, "")
-        with _nixl_errors("registering memory", _LOCAL):
+        with nixl_errors("registering memory", _LOCAL):
             self._live().registerMem(nixl.nixlRegDList(_SEGMENTS[kind], [entry]), [self._ucx])
 
     def metadata(self) -> bytes:
-        with _nixl_errors("reading own metadata", _LOCAL):
+        with nixl_errors("reading own metadata", _LOCAL):
             return bytes(self._live().getLocalMD())
 
     def add_remote(self, metadata: bytes) -> str:
@@ -137,7 +137,7 @@ class NixlAgent:
         known = self._remotes.get(metadata)
         if known is not None and agent.checkRemoteMD(known, nixl.nixlXferDList(nixl.DRAM_SEG, [])):
             return known
-        with _nixl_errors("loading a remote agent", known or "unknown"):
+        with nixl_errors("loading a remote agent", known or "unknown"):
             name: str = agent.loadRemoteMD(metadata).decode()
             agent.makeConnection(name, [self._ucx])
         self._remotes[metadata] = name
@@ -145,7 +145,7 @@ class NixlAgent:
 
     def remove_remote(self, name: str) -> None:
         self._remotes = {m: n for m, n in self._remotes.items() if n != name}
-        with _nixl_errors("removing a remote agent", name), suppress(nixl.nixlNotFoundError):
+        with nixl_errors("removing a remote agent", name), suppress(nixl.nixlNotFoundError):
             self._live().invalidateRemoteMD(name)
 
     def write(
@@ -155,7 +155,7 @@ class NixlAgent:
         threads run meanwhile."""
         agent = self._live()
         ours, theirs = _descriptors(local, kind), _descriptors(target, kind)
-        with _nixl_errors("preparing a write", remote):
+        with nixl_errors("preparing a write", remote):
             handle = agent.createXferReq(nixl.NIXL_WRITE, ours, theirs, remote, b"", [self._ucx])
         transfer = NixlTransfer(agent, handle, remote, self._open_transfers)
         try:

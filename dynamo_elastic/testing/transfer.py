@@ -31,6 +31,7 @@ class FakeTransfer:
     """A write that lands, in full, when it is first polled."""
 
     def __init__(self, agent: FakeTransferAgent, remote: str, copies: list[tuple[Span, Span]]):
+        self.size_bytes = sum(local.size_bytes for local, _ in copies)
         self._agent = agent
         self._remote = remote
         self._copies = copies

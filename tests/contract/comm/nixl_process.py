@@ -14,14 +14,15 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
+
 from dynamo_elastic.comm.base import MemoryKind, Span
 from dynamo_elastic.comm.nixl_agent import NixlAgent
 from dynamo_elastic.comm.transfer_plan import plan_dense
 from dynamo_elastic.comm.weights import Destination, Limits, digest, push
 from dynamo_elastic.errors import TransferError
 from dynamo_elastic.failpoints import set_hook
-from dynamo_elastic.memory.arena import HostArena, layout
-from dynamo_elastic.types import WorkerId
+from dynamo_elastic.types import Region, WorkerId
 
 SIZE_BYTES = 32 << 20
 CHUNK_BYTES = 1 << 20
@@ -37,28 +38,29 @@ def hear() -> Any:
     return json.loads(sys.stdin.readline())
 
 
-def make() -> tuple[HostArena, NixlAgent]:
-    arena = HostArena(layout([("dense/all", SIZE_BYTES)]))
+def make() -> tuple[np.ndarray[Any, np.dtype[np.uint8]], Span, NixlAgent]:
+    """Memory, without torch, which takes a second to import; where it is; an agent for it."""
+    memory = np.zeros(SIZE_BYTES, dtype=np.uint8)
+    span = Span(memory.ctypes.data, SIZE_BYTES)
     agent = NixlAgent(f"agent-{os.getpid()}")
-    agent.register(Span(arena.address, arena.size_bytes))
-    return arena, agent
+    agent.register(span)
+    return memory, span, agent
 
 
 def receive() -> None:
-    arena, agent = make()
-    memory = arena.view(arena.regions[0])
-    say({"metadata": agent.metadata().hex(), "address": arena.address, "name": agent.name})
+    memory, span, agent = make()
+    say({"metadata": agent.metadata().hex(), "address": span.address, "name": agent.name})
     while hear() == "digest":
-        say(digest(memory))
+        say(digest(memory.data))
     agent.close()
-    memory[:] = bytes(SIZE_BYTES)
-    time.sleep(1.0)
-    say(SIZE_BYTES - bytes(memory).count(0))
+    memory[:] = 0
+    time.sleep(0.5)
+    say(int(np.count_nonzero(memory)))
 
 
 def send() -> None:
-    arena, agent = make()
-    arena.view(arena.regions[0])[:] = bytes([FILL]) * SIZE_BYTES
+    memory, here, agent = make()
+    memory[:] = FILL
     peer, limits = hear(), Limits(**hear())
 
     def pace(name: str) -> None:
@@ -67,9 +69,8 @@ def send() -> None:
 
     set_hook(pace)
     me, other = WorkerId("me"), WorkerId("other")
-    plan = plan_dense(arena.regions, [me], [other], chunk_bytes=CHUNK_BYTES)
+    plan = plan_dense([Region("all", 0, SIZE_BYTES)], [me], [other], chunk_bytes=CHUNK_BYTES)
     there = {other: Destination(peer["name"], Span(peer["address"], SIZE_BYTES))}
-    here = Span(arena.address, arena.size_bytes)
     begun = time.monotonic()
     try:
         agent.add_remote(bytes.fromhex(peer["metadata"]))

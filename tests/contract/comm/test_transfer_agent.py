@@ -257,3 +257,22 @@ def test_a_receiver_stopped_in_the_middle_never_hangs_the_push(transports: str) 
         assert end["end"] == ("TransferTimeout" if transports == "tcp" else "done")
         say(receiver, "close")
         assert hear(receiver) == 0
+
+
+@pytest.mark.nixl
+@transports
+def test_a_killed_sender_leaves_the_receiver_fit_for_another(transports: str) -> None:
+    with process("receive", transports) as receiver:
+        peer = hear(receiver)
+        with process("send", transports) as doomed:
+            say(doomed, peer)
+            say(doomed, LIMITS)
+            for _ in range(3):
+                assert hear(doomed) == "weights.before_chunk"
+            doomed.kill()
+        with process("send", transports) as sender:
+            say(sender, peer)
+            say(sender, LIMITS)
+            assert outcome(sender)["end"] == "done"
+        say(receiver, "digest")
+        assert hear(receiver) == digest(b"\x07" * (32 << 20))
