@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dynamo_elastic.comm.base import MemoryKind, Span, TransferAgent, TransferState
+from dynamo_elastic.comm.base import MemoryKind, Span, Transfer, TransferAgent, TransferState
 from dynamo_elastic.comm.weights import digest
 from dynamo_elastic.errors import TransferError
 from dynamo_elastic.memory.arena import HostArena, layout
@@ -65,12 +66,15 @@ def ends(make: Make) -> Iterator[tuple[End, End]]:
 
 def write(sender: End, local: list[Span], target: list[Span]) -> None:
     transfer = sender.agent.write("rx", local, target, MemoryKind.DRAM)
-    for _ in range(10_000):
-        if transfer.poll() is TransferState.DONE:
-            break
-    else:
-        pytest.fail("the write never ended")
+    finish(transfer)
     transfer.release()
+
+
+def finish(transfer: Transfer) -> None:
+    deadline = time.monotonic() + 10
+    while transfer.poll() is not TransferState.DONE:
+        assert time.monotonic() < deadline, "the write never ended"
+        time.sleep(0.001)
 
 
 def test_write_lands_where_it_should_and_nowhere_else(ends: tuple[End, End]) -> None:
@@ -126,8 +130,7 @@ def test_memory_must_be_registered_and_sizes_equal(ends: tuple[End, End]) -> Non
 def test_release_may_be_repeated_and_ends_the_transfer(ends: tuple[End, End]) -> None:
     sender, receiver = ends
     transfer = sender.agent.write("rx", [sender.span()], [receiver.span()], MemoryKind.DRAM)
-    while transfer.poll() is not TransferState.DONE:
-        pass
+    finish(transfer)
     transfer.release()
     transfer.release()
 
