@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,7 +112,7 @@ def joint(
     """One step of all ranks over everyone's experts; SpikeError where tokens are wrong."""
     world = [peer.number for peer in everyone]
     call_all(list(everyone), "route", world=world, seed=seed)
-    seconds = call_all(list(everyone), op, count=count, timeout_s=90)
+    seconds = _step(everyone, op, count)
     checks = call_all(list(everyone), "check", active=world)
     masks = call_all(list(everyone), "masks")
     result = {
@@ -128,6 +129,40 @@ def joint(
     ):
         raise SpikeError(f"joint step is wrong: {result}")
     return result
+
+
+def phased(everyone: Sequence[EpPeer], *, seed: int = 7, strict: bool = True) -> dict[str, Any]:
+    """A joint step in four turns, for ranks that share GPUs and so cannot wait inside kernels."""
+    return joint(everyone, op="phased", seed=seed, strict=strict)
+
+
+def _step(everyone: Sequence[EpPeer], op: str, count: int) -> list[float]:
+    if op != "phased":
+        return call_all(list(everyone), op, count=count, timeout_s=90)
+    begin = time.perf_counter()
+    for name in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"):
+        call_all(list(everyone), "phase", name=name)
+    return [time.perf_counter() - begin]
+
+
+def who_reaches_whom(everyone: Sequence[EpPeer], round_number: int) -> dict[str, Any]:
+    """Every rank writes into every mapped peer; SpikeError unless each value lands where it should."""
+    posted = [
+        (peer, peer.send("poke", value=1000 * round_number + peer.number)) for peer in everyone
+    ]
+    for peer, index in posted:
+        value_of(peer, "poke", peer.receive(index))
+    seen = call_all(list(everyone), "peek")
+    right = all(
+        values[other.number] == mark + other.number
+        for peer, values in zip(everyone, seen, strict=True)
+        for other in everyone
+        if other is not peer
+    )
+    found = {"seen": seen, "lanes": call_all(list(everyone), "lanes")}
+    if not right:
+        raise SpikeError(f"a peer's mapping leads elsewhere: {found}")
+    return found
 
 
 def alone(peer: EpPeer) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import torch
 from cuda.bindings import driver
 from ep_steps import TAIL_BYTES, EpSteps
 
-P2P_TABLE_OFFSET, MAX_RANKS_OFFSET = 72, 80  # of NIXL EP's device context, checked in lanes()
+P2P_TABLE_OFFSET, MAX_RANKS_OFFSET = 72, 80  # of NIXL EP's device context
+POKE_OFFSET = 65536  # in the Buffer's unused tail
 
 
 class EpRank(EpSteps):
@@ -133,8 +134,8 @@ class EpRank(EpSteps):
         filled, copied = tail[:4096], tail[8192 : 8192 + 4096]
         return {"memset": bool((filled == 0).all()), "memcpy": bool((copied == 9).all())}
 
-    def lanes(self) -> dict[str, Any]:
-        """Which peers the kernels write by plain stores; others go through the device API."""
+    def _mapped_peers(self) -> list[int]:
+        """Addresses at which the kernels see each rank's Buffer; 0 where they use the device API."""
         dispatch = next(
             node for node in self.probe if graph_patch.is_ep(node) and "dispatch" in node.name
         )
@@ -144,11 +145,28 @@ class EpRank(EpSteps):
             int.from_bytes(head[MAX_RANKS_OFFSET : MAX_RANKS_OFFSET + 4], "little")
             != self.max_ranks
         ):
-            return {"layout": "unknown"}
+            raise RuntimeError("NIXL EP's device context has another layout")
         table = int.from_bytes(head[P2P_TABLE_OFFSET : P2P_TABLE_OFFSET + 8], "little")
         raw = _device_bytes(table, 8 * self.max_ranks)
-        words = [int.from_bytes(raw[i * 8 : i * 8 + 8], "little") for i in range(self.max_ranks)]
-        return {"mapped": [word != 0 for word in words]}
+        return [int.from_bytes(raw[i * 8 : i * 8 + 8], "little") for i in range(self.max_ranks)]
+
+    def lanes(self) -> list[bool]:
+        """Which peers the kernels write by plain stores; others go through the device API."""
+        return [address != 0 for address in self._mapped_peers()]
+
+    def poke(self, value: int) -> None:
+        """Write `value` into every mapped peer's Buffer, at this rank's place."""
+        place = self.buffer_bytes - TAIL_BYTES + POKE_OFFSET + 8 * self.rank
+        data = ctypes.c_int64(value)
+        for address in self._mapped_peers():
+            if address:
+                graph_patch.check(driver.cuMemcpyHtoD(address + place, ctypes.addressof(data), 8))
+
+    def peek(self) -> list[int]:
+        """What the peers wrote here."""
+        place = self._memory().data_ptr() + self.buffer_bytes - TAIL_BYTES + POKE_OFFSET
+        raw = _device_bytes(place, 8 * self.max_ranks)
+        return [int.from_bytes(raw[i * 8 : i * 8 + 8], "little") for i in range(self.max_ranks)]
 
 
 def _device_bytes(address: int, size: int) -> bytes:

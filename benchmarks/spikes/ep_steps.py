@@ -103,11 +103,11 @@ class EpSteps:
         return time.perf_counter() - begin
 
     def masks(self) -> list[int]:
-        """1 for every rank that the device leaves out."""
+        """1 for every rank left out; the device itself writes -1 for one never connected."""
         status = torch.zeros(self.max_ranks, device="cuda", dtype=torch.int)
         self.buffer.query_mask_buffer(status)
         torch.cuda.synchronize()
-        return [int(flag) for flag in status.tolist()]
+        return [int(flag != 0) for flag in status.tolist()]
 
     # -- steps ---------------------------------------------------------------------------------
     def route(self, world: list[int], seed: int = 7) -> None:
@@ -139,7 +139,8 @@ class EpSteps:
         if extras:
             self.buffer.get_next_combine_buffer(handle).copy_(result)
             tail = self._memory()[self.buffer_bytes - TAIL_BYTES :]
-            tail[:4096].zero_()
+            stream = torch.cuda.current_stream().cuda_stream
+            graph_patch.check(driver.cuMemsetD8Async(tail.data_ptr(), 0, 4096, stream))
             tail[8192 : 8192 + 4096].copy_(self.pattern)
         self.buffer.low_latency_combine(
             result, self.routes, self.weights, handle, zero_copy=extras, out=self.out
@@ -172,6 +173,30 @@ class EpSteps:
         self.buffer.low_latency_combine(
             result, self.routes, self.weights, self.handle, out=self.out
         )
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    def phase(self, name: str) -> float:
+        """A quarter of a step, in which no kernel waits: ranks that share a GPU take turns."""
+        begin = time.perf_counter()
+        experts = self.max_ranks * EXPERTS_PER_RANK
+        if name == "dispatch_send":
+            self.out.zero_()
+            self.received, _, self.handle, _, self.hook = self.buffer.low_latency_dispatch(
+                self.x, self.routes, TOKENS, experts, use_fp8=False, return_recv_hook=True
+            )
+        elif name == "combine_send":
+            self.result = self.received * self.scales
+            _, _, self.hook = self.buffer.low_latency_combine(
+                self.result,
+                self.routes,
+                self.weights,
+                self.handle,
+                return_recv_hook=True,
+                out=self.out,
+            )
+        else:
+            self.hook()
         torch.cuda.synchronize()
         return time.perf_counter() - begin
 

@@ -65,11 +65,14 @@ def moved(report: Report, rank: EpPeer, name: str, swap: bool) -> None:
 def with_peer(report: Report, rank: EpPeer, peer: EpPeer, name: str) -> None:
     """The rebound graphs in a joint step with a rank on the other GPU."""
     ep_group.connect([rank], [peer])
-    ep_group.unmask([peer, rank])
     everyone = [peer, rank]
-    report.note(f"{name}_joint", ep_group.joint(everyone, op="replay"))
-    ep_group.assert_nvlink(report, GpuReadings(), everyone, name, steps=20)
-    ep_group.disconnect([peer], [rank])
+    try:
+        report.note(f"{name}_reach", ep_group.who_reaches_whom(everyone, 1))
+        ep_group.unmask(everyone)
+        report.note(f"{name}_joint", ep_group.joint(everyone))
+        ep_group.assert_nvlink(report, GpuReadings(), everyone, name, steps=20)
+    finally:
+        ep_group.disconnect([peer], [rank])
 
 
 def recapture(report: Report, rank: EpPeer) -> None:

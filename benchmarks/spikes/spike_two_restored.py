@@ -42,28 +42,52 @@ def one_namespace(
     report.metric("restore_two_in_turn_s", time.perf_counter() - begin)
     report.metric("fresh_and_rebind_two_s", bring_up(joiners))
     ep_group.alone(retained)
-    retained.call("queue", count=QUEUED)  # connect while the retained rank's graphs run
     seconds = ep_group.connect(joiners, [retained])
     report.metric("connect_worst_s", max(seconds))
     ep_group.alone(retained)
     everyone = [retained, *joiners]
+    report.note("reach", ep_group.who_reaches_whom(everyone, 1))
     ep_group.unmask(everyone)
     for seed in range(5):
-        report.note(f"joint_{seed}", ep_group.joint(everyone, seed=seed))
-    ep_group.assert_nvlink(report, readings, everyone, "three")
-    pair_without_retained(report, readings, retained, joiners)
-
-
-def pair_without_retained(
-    report: Report, readings: GpuReadings, retained: EpPeer, joiners: list[EpPeer]
-) -> None:
-    """Only the two restored ranks, so that every byte on the links is theirs."""
+        report.note(f"phased_{seed}", ep_group.phased(everyone, seed=seed))
     ep_group.disconnect([retained], joiners)
+    pair_without_retained(report, readings, joiners)
+    under_load(report, retained, joiners)
+    ep_group.connect(joiners, [retained])
+    ep_group.unmask(everyone)
+    report.attempt("three_waiting_in_kernels", three_waiting, everyone)
+    retained.call("drop")  # a step that timed out leaves stale counts in its Buffer
+    retained.call("fresh", rank=retained.number)
+    retained.call("rebind")
+
+
+def three_waiting(report: Report, everyone: list[EpPeer]) -> None:
+    """The ordinary step, whose kernels wait for each other; two of the ranks share a GPU."""
+    report.note("three_waiting", ep_group.joint(everyone))
+
+
+def under_load(report: Report, retained: EpPeer, joiners: list[EpPeer]) -> None:
+    """Connect while the retained rank's graphs run: is it stalled, and are its tokens right?"""
+    ep_group.disconnect(joiners[:1], joiners[1:])
+    retained.call("route", world=[retained.number])
+    retained.call("queue", count=QUEUED)
+    seconds = ep_group.connect(joiners, [retained])
+    report.metric("connect_under_load_worst_s", max(seconds))
+    ep_group.alone(retained)
+    report.note("under_load_reach", ep_group.who_reaches_whom([retained, *joiners], 2))
+    everyone = [retained, joiners[0]]
+    ep_group.unmask(everyone)
+    report.note("under_load_joint", ep_group.joint(everyone))
+    ep_group.disconnect([retained], joiners)
+
+
+def pair_without_retained(report: Report, readings: GpuReadings, joiners: list[EpPeer]) -> None:
+    """Only the two restored ranks, so that every byte on the links is theirs."""
     report.note("restored_pair", ep_group.joint(joiners))
     found = ep_group.assert_nvlink(report, readings, joiners, "restored_pair")
     if found["nvlink_bytes"] is not None and found["nvlink_bytes"] < 1e6:
         raise SpikeError(f"no bytes on the links: {found}")
-    if not all(any(lane.get("mapped", [])) for lane in found["lanes"]):
+    if not all(any(lane) for lane in found["lanes"]):
         raise SpikeError(f"a peer is not mapped: {found}")
 
 
@@ -81,8 +105,8 @@ def two_namespaces(
         ep_group.connect(joiners, [retained], timeout_s=25)
         everyone = [retained, *joiners]
         ep_group.unmask(everyone)
-        report.note("namespaces_lanes", call_all(everyone, "lanes"))
-        report.note("namespaces_joint", ep_group.joint(everyone))
+        report.note("namespaces_reach", ep_group.who_reaches_whom(everyone, 3))
+        report.note("namespaces_phased", ep_group.phased(everyone))
     finally:
         report.note("namespace_logs", [rank.log_tail(700) for rank in (retained, *joiners)])
         for holder in holders:
