@@ -222,8 +222,8 @@ class Participant:
         return {}
 
     async def decided(self, topology: Topology) -> None:
-        """`topology` is in force: the engine may switch to its epoch. Raises EngineError."""
-        if self._engine is not None and topology.epoch:
+        """`topology` is in force: a member's engine may switch to its epoch. Raises EngineError."""
+        if self._engine is not None and topology.rank_of(self._parts.worker_id) is not None:
             await self._engine.decide(topology.epoch)
 
     async def follow(self, topology: Topology) -> None:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from dynamo_elastic.engine.base import EngineState, Request
 from dynamo_elastic.errors import EngineGone, RequestMoved, RequestRefused
-from dynamo_elastic.testing.scripted_engine import ScriptedEngine, token_at
+from dynamo_elastic.testing.engine import FakeEngine, fake_tokens
 from dynamo_elastic.testing.virtual_time import run
-from dynamo_elastic.types import Incarnation
+from dynamo_elastic.types import WorkerId
 from dynamo_elastic.worker.requests import RequestDesk, engine_request
+
+TOKENS = list(fake_tokens(Request("r", (1, 2, 3), 5, seed=7), 5))
 
 
 class FakeContext:
@@ -89,17 +92,23 @@ class Bench:
     """A desk, its engine and its reader."""
 
     def __init__(self) -> None:
-        self.engine = ScriptedEngine(Incarnation("e1"))
+        self.engine = FakeEngine(WorkerId("slot0"), state=EngineState.SERVING)
         self.desk = RequestDesk(max_context=100)
         self.desk.open(self.engine)
         self.reader = asyncio.create_task(self.desk.pump(self.engine))
+        self.steps = asyncio.create_task(self._step())
+
+    async def _step(self) -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            self.engine.step()
 
 
 def test_a_request_runs_to_its_end() -> None:
     async def main() -> None:
         bench = Bench()
         items = await collect(bench.desk, FakeContext())
-        assert tokens(items) == [token_at(7, p) for p in range(3, 8)]
+        assert tokens(items) == TOKENS
         assert [i.get("finish_reason") for i in items] == [None] * 4 + ["length"]
         assert "cancel" not in bench.engine.calls
         await bench.desk.idle()
@@ -124,7 +133,7 @@ def test_a_moved_request_goes_on_with_the_same_tokens() -> None:
         got += tokens(
             await collect(there.desk, FakeContext(), token_ids=prompt, stop_conditions=rest)
         )
-        assert got == [token_at(7, p) for p in range(3, 8)]
+        assert got == TOKENS
 
     run(main())
 
