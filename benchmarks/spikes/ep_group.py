@@ -146,10 +146,9 @@ def _step(everyone: Sequence[EpPeer], op: str, count: int) -> list[float]:
 
 
 def who_reaches_whom(everyone: Sequence[EpPeer], round_number: int) -> dict[str, Any]:
-    """Every rank writes into every mapped peer; SpikeError unless each value lands where it should."""
-    posted = [
-        (peer, peer.send("poke", value=1000 * round_number + peer.number)) for peer in everyone
-    ]
+    """Every rank writes into every mapped peer; SpikeError where a value lands elsewhere."""
+    mark = 1000 * round_number
+    posted = [(peer, peer.send("poke", value=mark + peer.number)) for peer in everyone]
     for peer, index in posted:
         value_of(peer, "poke", peer.receive(index))
     seen = call_all(list(everyone), "peek")

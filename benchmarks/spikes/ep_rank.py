@@ -135,16 +135,14 @@ class EpRank(EpSteps):
         return {"memset": bool((filled == 0).all()), "memcpy": bool((copied == 9).all())}
 
     def _mapped_peers(self) -> list[int]:
-        """Addresses at which the kernels see each rank's Buffer; 0 where they use the device API."""
+        """Addresses at which kernels see each rank's Buffer; 0 where they use the device API."""
         dispatch = next(
             node for node in self.probe if graph_patch.is_ep(node) and "dispatch" in node.name
         )
         context = int.from_bytes(dispatch.values[-1], "little")
         head = _device_bytes(context, 96)
-        if (
-            int.from_bytes(head[MAX_RANKS_OFFSET : MAX_RANKS_OFFSET + 4], "little")
-            != self.max_ranks
-        ):
+        ranks = int.from_bytes(head[MAX_RANKS_OFFSET : MAX_RANKS_OFFSET + 4], "little")
+        if ranks != self.max_ranks:
             raise RuntimeError("NIXL EP's device context has another layout")
         table = int.from_bytes(head[P2P_TABLE_OFFSET : P2P_TABLE_OFFSET + 8], "little")
         raw = _device_bytes(table, 8 * self.max_ranks)
