@@ -37,7 +37,7 @@ class Transfer(Protocol):
         ...
 
     def release(self) -> None:
-        """Give its resources back. Not a fence: only closing the agent stops late bytes."""
+        """Give its resources back. Not a fence: late bytes may land until the remote closes."""
         ...
 
 

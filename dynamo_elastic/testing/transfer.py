@@ -22,10 +22,6 @@ class FakeFabric:
     stopped: set[str] = field(default_factory=set)
     """Remotes to which no write ever completes."""
 
-    def kill(self, name: str) -> None:
-        """The process of `name` is gone from now on."""
-        self.dies_after_bytes[name] = 0
-
 
 class FakeTransfer:
     """A write that lands, in full, when it is first polled."""

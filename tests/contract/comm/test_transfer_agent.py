@@ -256,8 +256,10 @@ def test_a_receiver_stopped_in_the_middle_never_hangs_the_push(transports: str) 
             end = outcome(sender)
         finally:
             receiver.send_signal(signal.SIGCONT)
-        # CMA writes into a stopped process's memory all the same; TCP needs it awake.
-        assert end["end"] == ("TransferTimeout" if transports == "tcp" else "done")
+        # Once connected, CMA writes into a stopped process's memory all the same.
+        allowed = {"TransferTimeout"} if transports == "tcp" else {"TransferTimeout", "done"}
+        assert end["end"] in allowed
+        assert end["elapsed_s"] < LIMITS["timeout_s"]
         say(receiver, "close")
         assert hear(receiver) == 0
 
