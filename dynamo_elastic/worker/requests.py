@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any
 
 from dynamo_elastic.dynamo.base import Context
 from dynamo_elastic.engine.base import Engine, Finish, Output, Request
@@ -113,8 +113,8 @@ class RequestDesk:
         """Admit no more; those under way go on."""
         self._engine = None
 
-    async def pump(self, engine: Engine) -> NoReturn:
-        """Hand out outputs until the engine goes, which raises EngineGone; its requests move."""
+    async def pump(self, engine: Engine) -> None:
+        """Hand out outputs until the engine goes: raises EngineGone, and its requests move."""
         try:
             async for output in engine.outputs():
                 queue = self._queues.get(output.request_id)
