@@ -60,13 +60,18 @@ class EngineClient:
         )
 
     async def load_weights(self, experts: Sequence[int]) -> PushReport:
-        return await self._call(PushReport, "load_weights", BULK_TIMEOUT_S, experts=experts)
+        return await self._call(PushReport, "load_weights", BULK_TIMEOUT_S, experts=list(experts))
 
     async def push_dense(
         self, epoch: Epoch, sources: Sequence[WorkerId], joiners: Sequence[WorkerId]
     ) -> PushReport:
         return await self._call(
-            PushReport, "push_dense", BULK_TIMEOUT_S, epoch=epoch, sources=sources, joiners=joiners
+            PushReport,
+            "push_dense",
+            BULK_TIMEOUT_S,
+            epoch=epoch,
+            sources=list(sources),
+            joiners=list(joiners),
         )
 
     async def push_experts(
@@ -78,7 +83,7 @@ class EngineClient:
             BULK_TIMEOUT_S,
             epoch=epoch,
             worker_id=worker_id,
-            moves=moves,
+            moves=list(moves),
         )
 
     async def check(self, digests: dict[str, str]) -> dict[str, Any]:

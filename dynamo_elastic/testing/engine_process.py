@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,21 +80,25 @@ class EngineProcess:
         report: dict[str, Any] = json.loads((self.control_dir / DETACHED_FILE).read_text())
         return report
 
-    async def attach(self, **environment: str) -> None:
-        """Give it an identity, and return once it serves."""
+    async def attach(
+        self, environment: Mapping[str, str] | None = None, *, read_outputs: bool = True
+    ) -> None:
+        """Give it an identity, and return once it serves. Its outputs are for finished(), or with
+        `read_outputs` false for the caller."""
         await self.detached()
         attach = Attach(
             incarnation=Incarnation(f"{self.worker_id}-{self.process.pid}"),
             worker_id=self.worker_id,
             seed=1,
             log_path=str(self.control_dir / "engine.log"),
-            environment=environment,
+            environment=dict(environment or {}),
         )
         partial = self.control_dir / "attach.partial"
         partial.write_text(json.dumps(asdict(attach)))
         partial.replace(self.control_dir / ATTACH_FILE)
         await self._appears(self.control_dir / SOCKET_FILE)
-        self._reader = asyncio.create_task(self._read())
+        if read_outputs:
+            self._reader = asyncio.create_task(self._read())
 
     async def _appears(self, path: Path) -> None:
         deadline = time.monotonic() + BOOT_TIMEOUT_S

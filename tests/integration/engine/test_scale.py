@@ -165,7 +165,7 @@ async def fleet(model: Path, run_dir: Path, count: int, **environment: str) -> A
     engines = [EngineProcess(config, slot) for slot in range(count)]
     try:
         for engine in engines:
-            await engine.attach(**(environment if engine is engines[-1] else {}))
+            await engine.attach(environment if engine is engines[-1] else None)
         yield Fleet(engines)
     finally:
         for engine in engines:
