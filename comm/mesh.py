@@ -103,7 +103,10 @@ class _Meeting:
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self.unknown[sock] = b""
         sock.setblocking(False)
-        sock.connect_ex((host, int(port)))
+        try:
+            sock.connect_ex((host, int(port)))
+        except OSError as exc:  # The name of the host does not resolve.
+            raise PeerLost([rank]) from exc
         self._selector.register(sock, selectors.EVENT_WRITE, partial(self._greet, rank, sock))
 
     def _greet(self, rank: Rank, sock: socket.socket) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -241,6 +242,23 @@ def test_close_frees_an_exchange_and_a_connect_that_wait(
             future.result(10)
     with pytest.raises(PeerLost):
         groups[0].control(b"x", timeout_s=1)
+
+
+def test_close_frees_every_descriptor(opened: Open, pool: ThreadPoolExecutor) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    groups = opened(3)
+    connect_all(pool, groups)
+    failed = opened(2)
+    with pytest.raises(PeerLost):
+        failed[1].connect({Rank(0): "no.such.host.invalid:1"}, timeout_s=5)
+    groups[1].control(b"x", timeout_s=0.05)
+    assert count() > before
+    for group in groups + failed:
+        group.close()
+    assert count() == before
 
 
 @pytest.mark.parametrize("payload_bytes", [16, 4 << 20])
