@@ -66,19 +66,26 @@ class Commander:
         self._epoch = epoch
         self._seq = 0
 
-    async def run(self, order: Order) -> Answers:
-        """Command, and wait for every answer or the deadline. Raises LeadershipLost, StoreError."""
+    async def run(self, order: Order, under: Guard) -> Answers:
+        """Command, and wait for every answer or the deadline.
+
+        `under` holds while the operation is the one stored: a command whose request was thought
+        lost must not turn up after its end. Raises LeadershipLost, StoreError.
+        """
         waiting = _Waiting(order, self._keys, self._operation_id, self._fenced.token)
         deadline_s = asyncio.get_running_loop().time() + order.timeout_s + _GRACE_S
         try:
             async with asyncio.timeout_at(deadline_s):
-                waiting.seq = await self._send(order)
+                waiting.seq = await self._send(order, under)
                 await self._collect(waiting)
         except TimeoutError:
             waiting.answers.silent = tuple(waiting.unanswered())
-        return waiting.answers
+        answers = waiting.answers
+        # By rank, not by who was faster.
+        answers.done = {w: answers.done[w] for w in order.payloads if w in answers.done}
+        return answers
 
-    async def _send(self, order: Order) -> int:
+    async def _send(self, order: Order, under: Guard) -> int:
         stored = await self._fenced.store.get_prefix(self._keys.commands)
         revisions = {v.key: v.mod_revision for v in stored}
         # Commands of a coordinator before us count: the sequence is the operation's.
@@ -111,7 +118,7 @@ class Commander:
             return read.mod_revision if same else None
 
         await self._fenced.write(
-            [Guard(key, revisions.get(key, 0)) for key in commands],
+            [under, *(Guard(key, revisions.get(key, 0)) for key in commands)],
             [Put(key, encode(command)) for key, command in commands.items()],
             applied=applied,
         )

@@ -88,6 +88,10 @@ class Journal:
         await journal.save(replace(status.operation, token=fenced.token))
         return journal
 
+    def guard(self) -> Guard:
+        """Holds while the stored operation is the one we wrote last."""
+        return Guard(self._keys.operation, self._revision)
+
     async def save(self, record: OperationRecord) -> None:
         """Store `record`. Raises IllegalTransition if its phase may not follow the stored one."""
         await self._write(record, [])
@@ -118,10 +122,7 @@ class Journal:
             *self._placement(record, in_force),
             *self._answer(record),
         ]
-        guards = [
-            Guard(self._keys.operation, self._revision),
-            Guard(self._keys.topology, self._topology_revision),
-        ]
+        guards = [self.guard(), Guard(self._keys.topology, self._topology_revision)]
         await self._fenced.write(guards, ops, applied=self._closed)
         self.record = record
 
@@ -129,7 +130,7 @@ class Journal:
         if record.phase is not self.record.phase:
             check_move(record.kind, self.record.phase, record.phase)
         self._revision = await self._fenced.write(
-            [Guard(self._keys.operation, self._revision), *guards],
+            [self.guard(), *guards],
             [Put(self._keys.operation, encode(record)), *ops],
             applied=self._moved,
         )

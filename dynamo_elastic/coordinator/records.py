@@ -265,6 +265,7 @@ class EndpointRecord:
 
 
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
+_ENVELOPE = TypeAdapter(dict[str, Any])
 
 
 def encode(record: object) -> bytes:
@@ -276,7 +277,7 @@ def encode(record: object) -> bytes:
 def decode(kind: type[T], raw: bytes) -> T:
     """The record in `raw`. Raises RecordError if it is damaged or of another schema version."""
     try:
-        envelope = TypeAdapter(dict[str, Any]).validate_json(raw)
+        envelope = _ENVELOPE.validate_json(raw)
         version = envelope.get("schema_version")
         if version != SCHEMA_VERSION:
             raise RecordError(

@@ -154,6 +154,7 @@ class _Operation:
             self.record = replace(self.record, failure=reason)
             await self._enter(Phase.ABORTING)
         await self._command(Step.ABORT, steps.everyone(self.record))
+        self._leave()
         await self._close(Phase.ABORTED)
         return self.record
 
@@ -176,7 +177,6 @@ class _Operation:
         failpoint("scale.after_commit")
 
     async def _close(self, phase: Phase) -> None:
-        self._leave()
         elapsed_s = time.time() - self.record.opened_at_s
         self.record = replace(self.record, phase=phase, elapsed_s=elapsed_s)
         failpoint("scale.before_close")
@@ -292,7 +292,8 @@ class _Operation:
             return {}
         timeout_s = steps.timeout_s(step, self._config)
         began_s = self._clock()
-        answers = await self._commander.run(Order(step, bodies, timeout_s, fail_fast=strict))
+        order = Order(step, bodies, timeout_s, fail_fast=strict)
+        answers = await self._commander.run(order, self._journal.guard())
         self._note(step, answers, self._clock() - began_s)
         if strict:
             self._demand_all(step, answers, timeout_s)

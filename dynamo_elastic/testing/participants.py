@@ -28,7 +28,13 @@ from dynamo_elastic.coordinator.records import (
 )
 from dynamo_elastic.coordinator.session import Session
 from dynamo_elastic.coordinator.store import Delete, Put, Store
-from dynamo_elastic.errors import ElasticError, OutcomeUnknown, StaleCommand, StoreUnavailable
+from dynamo_elastic.errors import (
+    ElasticError,
+    OutcomeUnknown,
+    SessionLost,
+    StaleCommand,
+    StoreUnavailable,
+)
 from dynamo_elastic.phases import Step
 from dynamo_elastic.topology import Topology
 from dynamo_elastic.types import NO_INCARNATION, Epoch, FencingToken, Incarnation, WorkerId
@@ -98,10 +104,15 @@ class FakeShell:
         try:
             await self._publish()
             await self._session.run(self._obey())
-        except _Died:
-            pass
+        except (_Died, SessionLost):
+            return
         finally:
             self.alive = False
+            await self._session.close()
+
+    async def die(self) -> None:
+        """The shell is gone, and its lease with it."""
+        if self._session is not None:
             await self._session.close()
 
     async def lose_engine(self, reason: str = "engine died") -> None:
