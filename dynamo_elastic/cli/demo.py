@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 
 from dynamo_elastic.cli.serve import stop_on_signal
-from dynamo_elastic.demo.run import run_demo
 from dynamo_elastic.errors import ElasticError
 
 
@@ -28,5 +27,7 @@ def demo(
 
 
 async def _demo(work_dir: Path, console: Console) -> list[str]:
+    from dynamo_elastic.demo.run import run_demo  # brings torch: seconds that other commands spare
+
     stop_on_signal()
     return await run_demo(work_dir.resolve(), console)

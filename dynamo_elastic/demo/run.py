@@ -7,9 +7,10 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -28,9 +29,9 @@ from dynamo_elastic.demo.load import (
     reference_texts,
     summarize,
 )
-from dynamo_elastic.demo.view import TimelineFile, render
+from dynamo_elastic.demo.view import PhaseFacts, TimelineFile, render
 from dynamo_elastic.dynamo.launch import PlannerControl
-from dynamo_elastic.engine.reference.make_model import make_model
+from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.phases import Phase
 from dynamo_elastic.serve.deployment import Deployment, running
 from dynamo_elastic.types import Epoch, OperationId, WorkerId
@@ -72,23 +73,29 @@ class Facts:
         return found + [f"left behind: {what}" for what in self.leftovers]
 
 
-def demo_config(work_dir: Path) -> DeploymentConfig:
-    """A deployment on free ports, its model and images under `work_dir`."""
+def demo_config(work_dir: Path, deployment: str = "demo", **more: Any) -> DeploymentConfig:
+    """A deployment on free ports, its model and images under `work_dir`, made if missing.
+
+    `more` are further sections of the YAML, merged over the demo's.
+    """
+    if not (work_dir / "model" / "config.json").exists():
+        write_model(work_dir / "model")
     ports = _free_ports(4)
     root = os.geteuid() == 0
     run_dir = "/run/dynamo-elastic" if root else f"{tempfile.gettempdir()}/dynamo-elastic"
-    return parse_config(
-        {
-            "deployment": "demo",
-            "model": {"path": str(work_dir / "model"), "name": "elastic-demo"},
-            "scale": {"initial_ranks": 2, "min_ranks": 2, "max_ranks": 4},
-            "etcd": {"port": ports[0], "peer_port": ports[1]},
-            "frontend": {"port": ports[2]},
-            "planner": {"control_port": ports[3]},
-            "snapshot": {"catalog": str(work_dir / "images"), "enabled": root},
-            "run_dir": run_dir,
-        }
-    )
+    settings: dict[str, Any] = {
+        "deployment": deployment,
+        "model": {"path": str(work_dir / "model"), "name": "elastic-demo"},
+        "scale": {"initial_ranks": 2, "min_ranks": 2, "max_ranks": 4},
+        "etcd": {"port": ports[0], "peer_port": ports[1]},
+        "frontend": {"port": ports[2]},
+        "planner": {"control_port": ports[3]},
+        "snapshot": {"catalog": str(work_dir / "images"), "enabled": root},
+        "run_dir": run_dir,
+    }
+    for section, values in more.items():
+        settings[section] = {**settings.get(section, {}), **values}
+    return parse_config(settings)
 
 
 def demo_prompts() -> list[Prompt]:
@@ -106,10 +113,6 @@ def demo_prompts() -> list[Prompt]:
 async def run_demo(work_dir: Path, console: Console) -> list[str]:
     """Run the whole demo; returns its faults, empty when everything held."""
     config = demo_config(work_dir)
-    model_dir = config.model.path
-    if not (model_dir / "config.json").exists():
-        console.print("[dim]making the demo model[/dim]")
-        make_model(model_dir)
     facts = Facts()
     watched: set[int] = set()
     async with running(config, lambda text: console.print(f"[dim]{text}[/dim]")) as deployment:
@@ -200,31 +203,36 @@ def _table(facts: Facts) -> Table:
     table = Table(title="what happened", show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
-    restored = [p.detail for op in facts.operations for p in op.phases if p.phase is Phase.RESTORE]
-    ready = [s for detail in restored for s in detail.get("ready_s", ())]
-    if facts.cold is not None and ready:
-        table.add_row("joiner ready, cold", f"{facts.cold.ready_s:.2f} s")
-        table.add_row("joiner ready, restored", f"{max(ready):.2f} s")
+    for name, value in _rows(facts):
+        table.add_row(name, value)
+    return table
+
+
+def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     for op in facts.operations:
         widths = f"{op.plan.before.world_size} -> {op.plan.after.world_size}"
-        table.add_row(f"{widths}: whole operation", f"{op.elapsed_s:.2f} s")
+        yield f"{widths}: whole operation", f"{op.elapsed_s:.2f} s"
         for p in op.phases:
-            size = p.detail.get("size_bytes", 0)
-            if size:
-                rate = size / max(p.detail.get("transfer_s", p.elapsed_s), 1e-9) / 1e9
-                table.add_row(f"{widths}: {p.phase} bytes", f"{size / 1e6:.1f} MB, {rate:.2f} GB/s")
-            if p.phase is Phase.COMMIT:
-                table.add_row(f"{widths}: switch", f"{p.detail.get('switch_s', 0) * 1e3:.0f} ms")
-            if "moved" in p.detail:
-                table.add_row(f"{widths}: requests moved", str(p.detail["moved"]))
-    table.add_row("longest token gap, scaling up", f"{facts.gap_up_s * 1e3:.0f} ms")
-    table.add_row("longest token gap, scaling down", f"{facts.gap_down_s * 1e3:.0f} ms")
+            said = PhaseFacts.of(p.detail)
+            if facts.cold is not None and said.ready_s:
+                cold, restored = facts.cold.ready_s, max(said.ready_s)
+                yield f"{widths}: joiner ready, cold", f"{cold:.2f} s"
+                yield f"{widths}: joiner ready, restored", f"{restored:.2f} s"
+            if said.size_bytes:
+                rate_gbps = said.size_bytes / max(said.transfer_s, 1e-9) / 1e9
+                size = f"{said.size_bytes / 1e6:.1f} MB, {rate_gbps:.2f} GB/s"
+                yield f"{widths}: {p.phase} moved", size
+            if said.switch_s:
+                yield f"{widths}: decision to first step", f"{said.switch_s * 1e3:.0f} ms"
+            if p.phase is Phase.DRAIN:
+                yield f"{widths}: requests moved", str(said.moved)
+    yield "longest token gap, scaling up", f"{facts.gap_up_s * 1e3:.0f} ms"
+    yield "longest token gap, scaling down", f"{facts.gap_down_s * 1e3:.0f} ms"
     if facts.summary is not None:
-        table.add_row("requests served", str(facts.summary.requests_total))
-        table.add_row("requests failed", str(facts.summary.requests_failed))
+        yield "requests served", str(facts.summary.requests_total)
+        yield "requests failed", str(facts.summary.requests_failed)
         equal = "equal" if facts.summary.tokens_equal else "DIFFERENT"
-        table.add_row("tokens against the never-scaled run", equal)
-    return table
+        yield "tokens against the never-scaled run", equal
 
 
 def leftovers(config: DeploymentConfig, pids: set[int]) -> list[str]:

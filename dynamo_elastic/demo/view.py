@@ -20,8 +20,7 @@ class OperationView:
 
     operation_id: str
     epoch: int
-    kind: str = ""
-    ranks: str = ""
+    kind: str
     started_at_s: float = 0.0
     ended_at_s: float | None = None
     outcome: str = ""
@@ -31,17 +30,14 @@ class OperationView:
     def apply(self, event: dict[str, Any]) -> None:
         """Take one event of this operation in."""
         at, phase = float(event["ts"]), str(event["phase"])
-        detail = event.get("detail") or {}
-        self.kind = detail.get("kind", self.kind)
-        self.ranks = detail.get("ranks", self.ranks)
-        if event["event"] == "started":
-            self.started_at_s = self.started_at_s or at
+        self.started_at_s = self.started_at_s or at
+        if event["event"] == "begin":
             self.phases[phase] = (at, None)
-        elif event["event"] == "ended":
-            began = self.phases.get(phase, (at, None))[0]
+        elif event["event"] == "done":
+            began = self.phases.get(phase, (at - float(event["elapsed_s"]), None))[0]
             self.phases[phase] = (began, at)
-            self.detail[phase] = detail
-        elif event["event"] == "closed":
+            self.detail[phase] = event["detail"]
+        elif event["event"] == "end":
             self.ended_at_s = at
             self.outcome = phase
 
@@ -67,7 +63,9 @@ class TimelineFile:
                 event = json.loads(line)
                 key = str(event["operation_id"])
                 if key not in self.operations:
-                    self.operations[key] = OperationView(key, int(event["epoch"]))
+                    self.operations[key] = OperationView(
+                        key, int(event["epoch"]), str(event["kind"])
+                    )
                 self.operations[key].apply(event)
                 yield event
 
@@ -76,7 +74,7 @@ def render(operation: OperationView, now_s: float) -> Table:
     """A Gantt table of one operation up to `now_s`."""
     end = operation.ended_at_s or now_s
     span = max(end - operation.started_at_s, 1e-6)
-    title = f"{operation.kind} {operation.ranks}, epoch {operation.epoch}"
+    title = f"scale {operation.kind}, epoch {operation.epoch}"
     table = Table(title=f"{title}: {operation.outcome or 'under way'} {span:.2f} s", box=None)
     for name, justify in (("phase", "left"), ("", "left"), ("seconds", "right"), ("", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -93,13 +91,49 @@ def render(operation: OperationView, now_s: float) -> Table:
 
 def _note(detail: dict[str, Any]) -> str:
     """The few facts of a phase worth a column."""
+    facts = PhaseFacts.of(detail)
     parts = []
-    if detail.get("tiers"):
-        parts.append("from " + ", ".join(sorted(set(detail["tiers"]))))
-    if detail.get("size_bytes"):
-        parts.append(f"{detail['size_bytes'] / 1e6:.1f} MB")
-    if detail.get("gap_s"):
-        parts.append(f"gap {detail['gap_s'] * 1e3:.0f} ms")
-    if detail.get("moved"):
-        parts.append(f"{detail['moved']} moved")
+    if facts.tiers:
+        parts.append("from " + ", ".join(sorted(set(facts.tiers))))
+    if facts.size_bytes:
+        parts.append(f"{facts.size_bytes / 1e6:.1f} MB")
+    if facts.gap_s:
+        parts.append(f"gap {facts.gap_s * 1e3:.0f} ms")
+    if facts.moved:
+        parts.append(f"{facts.moved} moved")
     return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseFacts:
+    """What a phase's detail says, over all its steps and workers."""
+
+    tiers: tuple[str, ...] = ()
+    ready_s: tuple[float, ...] = ()
+    size_bytes: int = 0
+    transfer_s: float = 0.0
+    """Time of the steps that moved `size_bytes`: the slowest source of each."""
+    switch_s: float = 0.0
+    """Decision in etcd to the first right step of the slowest rank."""
+    gap_s: float = 0.0
+    """Longest pause between two steps at the switch, of any retained rank."""
+    moved: int = 0
+
+    @classmethod
+    def of(cls, detail: dict[str, Any]) -> PhaseFacts:
+        """Read `PhaseRecord.detail`: step -> worker -> what it measured."""
+        acks = [a for step in detail.values() if isinstance(step, dict) for a in step.values()]
+        sources = [
+            [a for a in step.values() if a.get("size_bytes")]
+            for step in detail.values()
+            if isinstance(step, dict)
+        ]
+        return cls(
+            tiers=tuple(a["tier"] for a in acks if "tier" in a),
+            ready_s=tuple(a["ready_s"] for a in acks if "ready_s" in a),
+            size_bytes=sum(a.get("size_bytes", 0) for a in acks),
+            transfer_s=sum(max(a["elapsed_s"] for a in step) for step in sources if step),
+            switch_s=max((a["decided_to_first_step_s"] for a in acks if "gap_s" in a), default=0.0),
+            gap_s=max((a["gap_s"] for a in acks if "gap_s" in a), default=0.0),
+            moved=sum(a.get("moved", 0) for a in acks),
+        )

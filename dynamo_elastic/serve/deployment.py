@@ -193,7 +193,9 @@ async def _start_agent(builder: _Builder, config_file: Path) -> AgentClient:
     spec = plan.agent_spec(builder.config, config_file)
     await builder.launch(spec, answers, _START_TIMEOUT_S)
     builder.stack.push_async_callback(agent.close)
-    await agent.stop_all()  # engines that a killed `serve` left behind
+    for slot in await agent.slots():
+        if slot.pid:  # a `serve` that was killed left it behind
+            await agent.stop_engine(slot.slot, slot.incarnation)
     builder.stack.push_async_callback(agent.stop_all)
     return agent
 
@@ -206,9 +208,24 @@ async def _start_workers(
     for slot in range(config.scale.max_ranks):
         spec = plan.shell_spec(config, config_file, slot)
         await builder.launch(spec, None, _START_TIMEOUT_S)
+    await _all_on_standby(deployment)
     builder.say(f"bringing up {config.scale.initial_ranks} ranks")
     spec = plan.coordinator_spec(config, config_file, num_experts)
     await builder.launch(spec, lambda: _booted(deployment), _BOOT_TIMEOUT_S)
+
+
+async def _all_on_standby(deployment: Deployment) -> None:
+    """Return once every shell is a member, so that the first ranks are the first slots."""
+    shells = deployment.config.scale.max_ranks
+    try:
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            while len(await deployment.store.get_prefix(deployment.keys.members)) < shells:
+                await asyncio.sleep(0.05)
+    except TimeoutError as exc:
+        logs = deployment.config.state_dir / "logs"
+        raise ElasticError(
+            f"not every worker shell came up in {_START_TIMEOUT_S:g} s; see {logs}"
+        ) from exc
 
 
 async def _booted(deployment: Deployment) -> None:

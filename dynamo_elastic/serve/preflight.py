@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dynamo_elastic.agent.images import snapshot_faults
+from dynamo_elastic.agent.images import open_images
 from dynamo_elastic.config import DeploymentConfig, engine_shape
 from dynamo_elastic.engine.shape import read_shape
-from dynamo_elastic.errors import ConfigError
+from dynamo_elastic.errors import ConfigError, ElasticError
 
 
 def check_host(config: DeploymentConfig) -> int:
@@ -31,10 +31,20 @@ def check_host(config: DeploymentConfig) -> int:
     faults += _port_faults(config)
     if config.etcd.start and shutil.which("etcd") is None:
         faults.append("etcd.start: no etcd program; install etcd-server or set etcd.endpoints")
-    faults += snapshot_faults(config)
+    faults += _snapshot_faults(config)
     if faults:
         raise ConfigError(faults)
     return num_experts
+
+
+def _snapshot_faults(config: DeploymentConfig) -> list[str]:
+    if not config.snapshot.enabled:
+        return []
+    try:
+        open_images(config)
+    except ElasticError as exc:
+        return [f"snapshot.enabled: {exc}; or set snapshot.enabled to false (joiners boot cold)"]
+    return []
 
 
 def _port_faults(config: DeploymentConfig) -> list[str]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
-import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +13,11 @@ from dynamo_elastic.errors import ElasticError
 
 log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
-_RESTART_DELAY_S = (0.2, 1.0, 3.0, 5.0)
+# In the child: be told to end if `serve` itself is killed, so that nothing is left behind.
+_DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM", "--")
+_RESTART_DELAY_S = (0.1, 1.0, 3.0, 5.0)
+_HEALTHY_AFTER_S = 3.0
+"""A process that lived so long may be restarted as if it had never ended."""
 _LOG_TAIL_LINES = 5
 
 Ready = Callable[[], Awaitable[None]]
@@ -32,7 +33,8 @@ class ProcessFailed(ElasticError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One child process. `critical`: its end is the end of the deployment; others restart."""
+    """One child process. `critical`: its end is the end of the deployment; others start again,
+    unless they end with exit code 0, as told."""
 
     name: str
     argv: Sequence[str]
@@ -99,10 +101,15 @@ class Supervisor:
             await _stop(child)
 
     async def _watch(self, child: _Child) -> None:
+        loop = asyncio.get_running_loop()
         while True:
+            began_s = loop.time()
             returncode = await child.process.wait()
             spec = child.spec
-            if self._children.get(spec.name) is not child:
+            if loop.time() - began_s > _HEALTHY_AFTER_S:
+                child.restarts = 0
+            told = returncode == 0 and not spec.critical
+            if told or self._children.get(spec.name) is not child:
                 return
             if spec.critical or child.restarts >= len(_RESTART_DELAY_S):
                 failure = ProcessFailed(spec.name, f"exited with {returncode}", spec.log_path)
@@ -120,19 +127,14 @@ async def _spawn(spec: ProcessSpec) -> asyncio.subprocess.Process:
     spec.log_path.parent.mkdir(parents=True, exist_ok=True)
     with spec.log_path.open("ab") as out:
         return await asyncio.create_subprocess_exec(
+            *_DIE_WITH_PARENT,
             *spec.argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=out,
             stderr=out,
             env={**os.environ, **spec.environment},
             start_new_session=True,
-            preexec_fn=_die_with_parent,
         )
-
-
-def _die_with_parent() -> None:
-    """In the child: be told to end if `serve` itself is killed, so that nothing is left behind."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def _stop(child: _Child) -> None:

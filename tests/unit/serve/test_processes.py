@@ -87,10 +87,10 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_process_that_ends_is_started_again(tmp_path: Path) -> None:
+def test_a_process_that_fails_is_started_again(tmp_path: Path) -> None:
     async def run() -> None:
         lives = tmp_path / "lives"
-        code = f"open({str(lives)!r}, 'a').write('x')"
+        code = f"open({str(lives)!r}, 'a').write('x'); raise SystemExit(1)"
         supervisor = Supervisor()
         await supervisor.start(spec(tmp_path, code), None, timeout_s=10)
         async with asyncio.timeout(10):

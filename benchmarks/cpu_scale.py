@@ -1,0 +1,219 @@
+"""2 -> 4 -> 2 ranks, again and again, under streaming load, on one machine without a GPU.
+
+Cold joiners are booted beside, two at a time as an operation restores two, under the same load and
+in the same run. The restored side is what the operations themselves did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from results import write_result
+from rich.console import Console
+from rich.progress import Progress
+
+from dynamo_elastic.agent.base import Tier
+from dynamo_elastic.coordinator.records import OperationRecord
+from dynamo_elastic.coordinator.status import read_status
+from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
+from dynamo_elastic.demo.load import Load, Prompt, longest_gap, reference_texts, summarize
+from dynamo_elastic.demo.run import demo_config, demo_prompts
+from dynamo_elastic.demo.view import PhaseFacts
+from dynamo_elastic.phases import Kind, Phase
+from dynamo_elastic.serve.deployment import Deployment, running
+from dynamo_elastic.types import Epoch, OperationId, WorkerId
+
+CLIENTS = 8
+COLD_EVERY = 4
+MEMCPY_BYTES = 64 << 20
+WARM_CYCLE = 5
+"""Growth is counted from here: caches and pools are filled by then."""
+
+
+class Recorder:
+    """What is kept of every cycle."""
+
+    def __init__(self) -> None:
+        self.operations: list[OperationRecord] = []
+        self.cold_s: list[float] = []
+        self.memcpy_gbps: list[float] = []
+        self.footprints: list[dict[str, tuple[int, int]]] = []
+        self.etcd_keys: list[int] = []
+        self.gaps_s: list[float] = []
+
+    def facts(self, phase: Phase, *kinds: Kind) -> list[PhaseFacts]:
+        """What one phase measured, in every operation of these kinds."""
+        return [
+            PhaseFacts.of(p.detail)
+            for op in self.operations
+            if op.kind in kinds
+            for p in op.phases
+            if p.phase is phase
+        ]
+
+
+async def scale(deployment: Deployment, ranks: int, recorder: Recorder) -> None:
+    """One operation to its end. Raises ElasticError if it is not done."""
+    request = await request_scale(deployment.store, deployment.keys, ranks, "cli")
+    await wait_outcome(deployment.store, deployment.keys, request, timeout_s=120)
+    status = await read_status(deployment.store, deployment.keys)
+    if status.last is None or status.last.phase is not Phase.DONE:
+        raise SystemExit(f"scaling to {ranks} failed: {status.last}")
+    recorder.operations.append(status.last)
+
+
+async def cold_pair(deployment: Deployment, recorder: Recorder, number: int) -> None:
+    """Boot the two joiners' slots cold, side by side, and end them again."""
+
+    async def one(slot: int) -> float:
+        engine = await deployment.agent.start_engine(
+            slot,
+            WorkerId(f"slot{slot}"),
+            OperationId(f"cold-{number}"),
+            Epoch(0),
+            tiers=(Tier.COLD,),
+            timeout_s=120,
+        )
+        await deployment.agent.stop_engine(slot, engine.incarnation)
+        return engine.ready_s
+
+    recorder.cold_s += await asyncio.gather(one(2), one(3))
+
+
+def memcpy_gbps() -> float:
+    """One thread's copy of a block larger than the caches, best of three."""
+    source = np.ones(MEMCPY_BYTES, dtype=np.uint8)
+    target = np.empty_like(source)
+    best = math.inf
+    for _ in range(3):
+        begin = time.perf_counter()
+        np.copyto(target, source)
+        best = min(best, time.perf_counter() - begin)
+    return MEMCPY_BYTES / best / 1e9
+
+
+async def footprint(deployment: Deployment) -> dict[str, tuple[int, int]]:
+    """(resident bytes, open descriptors) of every process that lives through all cycles."""
+    pids = {
+        name: pid
+        for name, pid in deployment.supervisor.pids.items()
+        if name not in ("etcd", "frontend", "planner")
+    }
+    for slot in await deployment.agent.slots():
+        if slot.pid:
+            pids[f"engine{slot.slot}"] = slot.pid
+    sizes = {}
+    for name, pid in pids.items():
+        process = psutil.Process(pid)
+        sizes[name] = (process.memory_info().rss, process.num_fds())
+    return sizes
+
+
+async def measure(cycles: int, work_dir: Path, console: Console) -> tuple[Recorder, Any]:
+    config = demo_config(work_dir, "bench", planner={"enabled": False})
+    recorder = Recorder()
+    prompts: list[Prompt] = demo_prompts()
+    async with running(config, console.print) as deployment:
+        load = Load(deployment.url, config.model.name, prompts, CLIENTS)
+        load.start()
+        await load.wait_for_each_prompt(timeout_s=60)
+        reference = reference_texts(load.results)
+        with Progress(console=console) as progress:
+            task = progress.add_task("cycles", total=cycles)
+            for cycle in range(1, cycles + 1):
+                if cycle % COLD_EVERY == 1:
+                    await cold_pair(deployment, recorder, cycle)
+                begin_s = time.monotonic()
+                await scale(deployment, 4, recorder)
+                recorder.memcpy_gbps.append(memcpy_gbps())
+                await scale(deployment, 2, recorder)
+                await asyncio.sleep(0.5)
+                recorder.gaps_s.append(longest_gap(load.results, begin_s, time.monotonic()))
+                recorder.footprints.append(await footprint(deployment))
+                stored = await deployment.store.get_prefix(deployment.keys.prefix)
+                recorder.etcd_keys.append(len(stored))
+                progress.advance(task)
+        await load.stop()
+        return recorder, summarize(load.results, reference)
+
+
+def growth(recorder: Recorder, field: int) -> int:
+    """Sum over processes of what each grew from WARM_CYCLE to the last cycle."""
+    first, last = (
+        recorder.footprints[min(WARM_CYCLE, len(recorder.footprints)) - 1],
+        (recorder.footprints[-1]),
+    )
+    return sum(last[name][field] - first[name][field] for name in last if name in first)
+
+
+def metrics_of(cycles: int, recorder: Recorder, summary: Any) -> dict[str, float]:
+    restores = recorder.facts(Phase.RESTORE, Kind.UP)
+    tiers = {t for f in restores for t in f.tiers}
+    if tiers != {Tier.IMAGE}:
+        raise SystemExit(f"not every joiner came from an image: {tiers}")
+    switches = [1e3 * f.switch_s for f in recorder.facts(Phase.COMMIT, Kind.UP, Kind.DOWN)]
+    streams = [
+        f for phase in (Phase.STREAM, Phase.REBALANCE) for f in recorder.facts(phase, Kind.UP)
+    ]
+    size = sum(f.size_bytes for f in streams)
+    seconds = sum(f.transfer_s for f in streams)
+    return {
+        "cycles": cycles,
+        "ready_cold_s": round(statistics.median(recorder.cold_s), 3),
+        "ready_restored_s": round(statistics.median(s for f in restores for s in f.ready_s), 3),
+        "up_s": round(statistics.median(o.elapsed_s for o in ups(recorder)), 3),
+        "switch_p50_ms": round(statistics.median(switches), 1),
+        "switch_p95_ms": round(float(np.percentile(switches, 95)), 1),
+        "token_gap_max_ms": round(1e3 * summary.token_gap_max_s, 1),
+        "token_gap_p95_ms": round(1e3 * float(np.percentile(recorder.gaps_s, 95)), 1),
+        "requests_total": summary.requests_total,
+        "requests_failed": summary.requests_failed,
+        "tokens_equal": int(summary.tokens_equal),
+        "stream_bytes": size,
+        "stream_gbps": round(size / seconds / 1e9, 3) if seconds else 0.0,
+        "memcpy_gbps": round(statistics.median(recorder.memcpy_gbps), 3),
+        "rss_growth_bytes": growth(recorder, 0),
+        "fd_growth": growth(recorder, 1),
+        "etcd_keys_growth": recorder.etcd_keys[-1] - recorder.etcd_keys[0],
+    }
+
+
+def ups(recorder: Recorder) -> list[OperationRecord]:
+    return [op for op in recorder.operations if op.kind is Kind.UP]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cycles", type=int, default=20)
+    parser.add_argument("--work-dir", type=Path, default=Path(".demo"))
+    arguments = parser.parse_args()
+    console = Console(highlight=False)
+    recorder, summary = asyncio.run(
+        measure(arguments.cycles, arguments.work_dir.resolve(), console)
+    )
+    metrics = metrics_of(arguments.cycles, recorder, summary)
+    detail = {
+        "errors": summary.errors,
+        "cold_s": recorder.cold_s,
+        "gaps_s": recorder.gaps_s,
+        "footprints": [recorder.footprints[0], recorder.footprints[-1]],
+        "phases_s": [
+            {p.phase: round(p.elapsed_s, 4) for p in op.phases} for op in recorder.operations
+        ],
+    }
+    path = write_result("cpu_scale", metrics, detail)
+    for name, value in metrics.items():
+        console.print(f"{name:24} {value}")
+    console.print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""One JSON schema for every result, with its provenance."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "nixl-cu13", "ai-dynamo", "cslab-etcd3", "numpy")
+
+
+def write_result(benchmark: str, metrics: dict[str, float], detail: Any) -> Path:
+    """Write `results/NAME-DATE.json`; an older one of the same day is replaced."""
+    date = datetime.now(UTC).date().isoformat()
+    result = {
+        "benchmark": benchmark,
+        "date": date,
+        "commit": _commit(),
+        "command": " ".join(["python", *sys.argv]),
+        "hardware": _hardware(),
+        "versions": _versions(),
+        "metrics": metrics,
+        "detail": detail,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{benchmark}-{date}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent, check=False
+        )
+        return done.stdout.strip()
+
+    return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("diff", "HEAD") else "")
+
+
+def _hardware() -> dict[str, Any]:
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    memory_kib = int(Path("/proc/meminfo").read_text().split()[1])
+    cores = len([x for x in Path("/proc/cpuinfo").read_text().splitlines() if "processor" in x])
+    return {"cpu": cpu, "cores": cores, "memory_bytes": memory_kib * 1024}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "kernel": platform.release()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found

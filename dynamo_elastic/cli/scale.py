@@ -1,0 +1,128 @@
+"""`dynamo-elastic scale N` and `dynamo-elastic status`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from pydantic import TypeAdapter
+from rich.console import Console
+from rich.table import Table
+
+from dynamo_elastic.cli.serve import ConfigFile
+from dynamo_elastic.config import DeploymentConfig, load_config
+from dynamo_elastic.coordinator.etcd import EtcdStore
+from dynamo_elastic.coordinator.records import (
+    Keys,
+    OperationRecord,
+    OutcomeStatus,
+    TargetOutcome,
+)
+from dynamo_elastic.coordinator.status import Status, read_status
+from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
+from dynamo_elastic.errors import ElasticError, StoreError, TargetRefused
+from dynamo_elastic.topology import EMPTY
+
+
+def scale(
+    ranks: Annotated[int, typer.Argument(help="How many ranks shall serve (absolute).")],
+    file: ConfigFile,
+    timeout_s: Annotated[float, typer.Option(help="How long to wait for the outcome.")] = 120.0,
+) -> None:
+    """Ask for a number of ranks, and wait until they serve or it is clear that they won't."""
+    outcome = asyncio.run(_scale(load_config(file), ranks, timeout_s))
+    if outcome.status is not OutcomeStatus.REACHED:
+        reason = outcome.reason.removeprefix(f"target {ranks}: ")
+        raise TargetRefused(f"target {ranks}: {reason}")
+    print(f"{ranks} ranks serve")
+
+
+async def _scale(config: DeploymentConfig, ranks: int, timeout_s: float) -> TargetOutcome:
+    store, keys = EtcdStore(config.etcd.urls), Keys(config.deployment)
+    try:
+        before = await _reachable(store, keys, config)
+        if before.topology is None:
+            raise ElasticError(
+                f"deployment {config.deployment!r} is not served; start it: dynamo-elastic serve"
+            )
+        request_id = await request_scale(store, keys, ranks, "cli")
+        return await wait_outcome(store, keys, request_id, timeout_s=timeout_s)
+    finally:
+        await store.close()
+
+
+def status(
+    file: ConfigFile,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show the ranks, the operation under way, and how the last one ended."""
+    now = asyncio.run(_status(load_config(file)))
+    if as_json:
+        body: dict[str, Any] = TypeAdapter(Status).dump_python(now, mode="json")
+        print(json.dumps(body, indent=1))
+    else:
+        _show(now, Console(highlight=False, file=sys.stdout))
+
+
+async def _status(config: DeploymentConfig) -> Status:
+    store = EtcdStore(config.etcd.urls)
+    try:
+        return await _reachable(store, Keys(config.deployment), config)
+    finally:
+        await store.close()
+
+
+async def _reachable(store: EtcdStore, keys: Keys, config: DeploymentConfig) -> Status:
+    try:
+        return await read_status(store, keys)
+    except StoreError as exc:
+        urls = ", ".join(config.etcd.urls)
+        raise ElasticError(
+            f"etcd.endpoints: no etcd answers at {urls}; is the deployment served?"
+        ) from exc
+
+
+def _show(now: Status, console: Console) -> None:
+    if now.topology is None:
+        console.print("nothing is served")
+        return
+    wanted = f", {now.target.ranks} wanted by {now.target.source}" if now.target else ""
+    console.print(f"epoch {now.topology.epoch}: {now.width} ranks{wanted}; leader {now.leader}")
+    ranks = Table(box=None)
+    for name in ("rank", "worker", "engine", "state", "experts"):
+        ranks.add_column(name)
+    lost = now.lost_reasons()
+    for rank, member in enumerate(now.topology.members):
+        record = now.members.get(member.worker_id)
+        state = f"lost: {lost[member.worker_id]}" if member.worker_id in lost else ""
+        experts = " ".join(str(e) for e in member.experts if e != EMPTY)
+        ranks.add_row(
+            str(rank),
+            member.worker_id,
+            member.incarnation,
+            state or (record.state if record else "?"),
+            experts,
+        )
+    console.print(ranks)
+    free = now.standby()
+    console.print(f"free slots: {', '.join(free) if free else 'none'}")
+    if now.operation is not None:
+        _show_operation("under way", now.operation, console)
+    if now.last is not None:
+        _show_operation("last", now.last, console)
+
+
+def _show_operation(label: str, op: OperationRecord, console: Console) -> None:
+    widths = f"{op.plan.before.world_size} -> {op.plan.after.world_size}"
+    console.print(f"{label}: {op.operation_id} ({widths}, by {op.source}): {op.phase}")
+    for phase in op.phases:
+        console.print(f"  {phase.phase:13} {phase.elapsed_s:8.3f} s")
+    for worker, said in op.participants.items():
+        console.print(f"  {worker}: {said}")
+    if op.failure:
+        console.print(f"  failure: {op.failure}")
+    if op.safe_to_release:
+        console.print(f"  safe to release: {', '.join(op.safe_to_release)}")
