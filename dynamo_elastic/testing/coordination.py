@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -71,6 +72,15 @@ class World:
         )
         return ScaleRequest(plan_scale(given), "test", lost=tuple(lost)), status
 
+    async def until(self, width: int, *, timeout_s: float) -> Status:
+        """Wait until `width` ranks are in force, nothing is under way and nobody is lost."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                status = await self.status()
+                if status.width == width and not status.operation and not status.lost_reasons():
+                    return status
+                await asyncio.sleep(0.05)
+
     async def scale(self, scaler: Scaler, ranks: int) -> OperationRecord:
         request, status = await self.request(ranks)
         return await scaler.scale(request, status)
@@ -111,9 +121,9 @@ def _shell_faults(shell: FakeShell, topology: Topology | None) -> list[str]:
 
 
 @asynccontextmanager
-async def world(store: Store, shells: int = 4) -> AsyncIterator[World]:
+async def world(store: Store, shells: int = 4, deployment: str = "test") -> AsyncIterator[World]:
     """A deployment with `shells` worker shells on standby, and nobody to lead it."""
-    keys = Keys("test")
+    keys = Keys(deployment)
     made = None
     try:
         async with running(FakeShell(store, keys, slot) for slot in range(shells)) as listed:

@@ -45,13 +45,7 @@ async def coordinator(here: World, timeline: Path | None = None) -> AsyncIterato
 
 
 async def until(here: World, width: int) -> Status:
-    """Wait until `width` ranks are in force, nothing is under way and nobody is lost."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while True:
-            status = await here.status()
-            if status.width == width and not status.operation and not status.lost_reasons():
-                return status
-            await asyncio.sleep(0.1)
+    return await here.until(width, timeout_s=TIMEOUT_S)
 
 
 async def scale(here: World, ranks: int) -> TargetOutcome:
