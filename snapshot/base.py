@@ -48,6 +48,10 @@ class Namespace(Protocol):
         """The process that has `pid` inside. Raises ProcessLookupError if there is none."""
         ...
 
+    def wait_reaped(self, pid: int, *, timeout_s: float) -> None:
+        """Return once no dead process holds `pid` inside (at once if a live one does, or none)."""
+        ...
+
     def view(self, path: Path) -> Path:
         """Where we find what processes inside call `path`."""
         ...

@@ -67,21 +67,18 @@ class Catalog:
             _check_private(self.root, stat.S_ISDIR, "directory")
 
     def entries(self) -> dict[str, Manifest | SnapshotDamaged]:
-        """Every image by id, newest first; of a damaged one, what is wrong with it."""
-        found: dict[str, Manifest | SnapshotDamaged] = {}
-        names = sorted(p.name for p in self.root.iterdir()) if self._exists() else []
-        for name in reversed(names):
-            if not name.startswith("."):
-                try:
-                    found[name] = self.inspect(name)
-                except SnapshotDamaged as exc:
-                    found[name] = exc
-        return found
-
-    def manifests(self) -> tuple[Manifest, ...]:
-        """Of every image that is whole by its manifest, newest first."""
-        whole = [m for m in self.entries().values() if isinstance(m, Manifest)]
-        return tuple(sorted(whole, key=lambda m: m.created_at, reverse=True))
+        """Every image by id, newest first, then the damaged ones and what is wrong with them."""
+        whole: list[Manifest] = []
+        damaged: dict[str, SnapshotDamaged] = {}
+        for name in sorted(p.name for p in self.root.iterdir()) if self._exists() else ():
+            if name.startswith("."):
+                continue
+            try:
+                whole.append(self.inspect(name))
+            except SnapshotDamaged as exc:
+                damaged[name] = exc
+        whole.sort(key=lambda m: m.created_at, reverse=True)
+        return {m.image_id: m for m in whole} | damaged
 
     def inspect(self, image_id: str) -> Manifest:
         """Its manifest. Raises SnapshotNotFound or SnapshotDamaged."""
@@ -120,7 +117,8 @@ class Catalog:
 
     def newest(self, slot: int, usable: Callable[[Manifest], bool]) -> Manifest | None:
         """The newest image of `slot` that is `usable`; None if there is none."""
-        return next((m for m in self.manifests() if m.slot == slot and usable(m)), None)
+        found = (m for m in self.entries().values() if isinstance(m, Manifest))
+        return next((m for m in found if m.slot == slot and usable(m)), None)
 
     @contextmanager
     def draft(self, image_id: str) -> Iterator[Path]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dynamo_elastic.errors import ImagerError, PidClash, ResourceMissing
 from dynamo_elastic.snapshot.base import Namespace
-from dynamo_elastic.snapshot.process import ProcessRef, namespace_pid
+from dynamo_elastic.snapshot.process import ProcessRef, kill_tree, namespace_pid
 
 MINIMUM = (4, 2)
 PREFIX = Path("/opt/dynamo-elastic/criu")
@@ -22,6 +23,7 @@ _DUMP_LOG, _RESTORE_LOG = "dump.log", "restore.log"
 _PID_FILE = "restored.pid"
 _GHOST_LIMIT = "64M"
 _VERSION_TIMEOUT_S = 10.0
+_KILL_TIMEOUT_S = 5.0
 _TAIL_LINES = 4
 _HARMLESS = "RLIMIT_NOFILE"
 _CLASH = re.compile(
@@ -123,23 +125,31 @@ class Criu:
 
     @staticmethod
     def _inside(namespace: Namespace, argv: list[str], log: Path, timeout_s: float) -> None:
-        done = _run(namespace.enter(argv), timeout_s=timeout_s)
+        try:
+            done = _run(namespace.enter(argv), timeout_s=timeout_s)
+        except subprocess.TimeoutExpired as exc:
+            raise ImagerError(argv, -signal.SIGKILL, f"no end after {timeout_s:g} s") from exc
         if done.returncode != 0:
             text = log.read_text(errors="replace") if log.exists() else done.stderr
             raise failure(argv, done.returncode, text)
 
 
 def _run(argv: list[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Its output and exit code. Raises TimeoutExpired; then it was killed with all it started."""
     try:
-        return subprocess.run(
+        process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=timeout_s,
-            check=False,
         )
-    except subprocess.TimeoutExpired as exc:
-        raise ImagerError(argv, -9, f"no end after {timeout_s:g} s") from exc
     except OSError as exc:
         raise ResourceMissing(f"{argv[0]} can't be run ({exc.strerror})", remedy=INSTALL) from exc
+    with process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            kill_tree(process.pid, timeout_s=_KILL_TIMEOUT_S)
+            raise
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)

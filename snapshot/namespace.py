@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from dynamo_elastic.snapshot.process import (
 )
 
 _ENTER_TIMEOUT_S = 10.0
+_POLL_S = 0.001
 _PID_MAX = Path("/proc/sys/kernel/pid_max")
 
 # The shell is the engine's parent inside and ends at once, so that the namespace's first process
@@ -82,6 +84,17 @@ class PidNamespace:
                 return process
         raise ProcessLookupError(f"no process {pid} in the namespace of {self.init.pid}")
 
+    def wait_reaped(self, pid: int, *, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._has_zombie(pid) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def _has_zombie(self, pid: int) -> bool:
+        return any(
+            identify(child) is None and _namespace_pid_or_0(child) == pid
+            for child in children_of(self.init.pid)
+        )
+
     def processes(self) -> tuple[ProcessRef, ...]:
         """The children of the first process: engines, and what outlived its parent."""
         found = (identify(child) for child in children_of(self.init.pid))
@@ -126,6 +139,13 @@ def create_namespace(binds: Mapping[Path, Path] | None = None) -> PidNamespace:
     return PidNamespace(init)
 
 
+def _namespace_pid_or_0(pid: int) -> int:
+    try:
+        return namespace_pid(pid)
+    except ProcessLookupError:
+        return 0
+
+
 class HostNamespace:
     """No namespace: engines are plain processes of the host, each in its own session."""
 
@@ -150,6 +170,9 @@ class HostNamespace:
         if process is None:
             raise ProcessLookupError(f"no process {pid}")
         return process
+
+    def wait_reaped(self, pid: int, *, timeout_s: float) -> None:
+        """Nothing to wait for: here no pid is chosen."""
 
     def view(self, path: Path) -> Path:
         return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,3 +101,21 @@ def children_of(pid: int) -> tuple[int, ...]:
         except OSError:
             continue
     return tuple(found)
+
+
+def kill_tree(pid: int, *, timeout_s: float) -> None:
+    """`pid` and all its descendants are gone, except that the caller has to reap `pid` if it is its
+    child. Raises EngineError like kill_and_wait()."""
+    tree: list[ProcessRef] = []
+    todo = [pid]
+    while todo:
+        process = identify(todo.pop())
+        if process is None:
+            continue
+        # Stopped, it starts no more children; those that it has are found next.
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGSTOP)
+        tree.append(process)
+        todo += children_of(process.pid)
+    for process in tree:
+        kill_and_wait(process, timeout_s=timeout_s)

@@ -21,6 +21,8 @@ from dynamo_elastic.snapshot.fingerprint import Fingerprint, mismatches
 from dynamo_elastic.snapshot.manifest import Manifest
 from dynamo_elastic.snapshot.process import ProcessRef
 
+_REAP_TIMEOUT_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -69,5 +71,6 @@ def _restore(
     log = namespace.view(Path(manifest.fingerprint.control_dir)) / BOOT_LOG
     log.touch()
     log.chmod(0o600)
+    namespace.wait_reaped(manifest.root_pid, timeout_s=_REAP_TIMEOUT_S)
     with tempfile.TemporaryDirectory(prefix="dynamo-elastic-") as work_dir:
         return imager.restore(directory, namespace, work_dir=Path(work_dir), timeout_s=timeout_s)

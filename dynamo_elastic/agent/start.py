@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -106,37 +107,36 @@ class Starter:
     ) -> EngineRecord:
         control_dir = self._config.control_dir(request.slot)
         clear(control_dir)
+        self._host.guard_pids()
         incarnation = Incarnation(f"{request.worker_id}-{secrets.token_hex(4)}")
         attach = self._attach(request, incarnation)
-        self._host.guard_pids()
-        if tier is Tier.IMAGE:
-            # The restored process is polling already: it finds its identity at once.
-            write_attach(control_dir, attach)
-            process = await _not_lost(asyncio.to_thread(self._restore, request))
-        else:
-            process = await _not_lost(asyncio.to_thread(self._boot, request.slot))
-        record = EngineRecord(
-            slot=request.slot,
-            worker_id=request.worker_id,
-            operation_id=request.operation_id,
-            incarnation=incarnation,
-            tier=tier,
-            process=process,
-            fell_through=reasons,
-        )
-        try:
+        async with AsyncExitStack() as undo:
+            undo.callback(clear, control_dir)
+            if tier is Tier.IMAGE:
+                # The restored process is polling already: it finds its identity at once.
+                write_attach(control_dir, attach)
+                process = await _not_lost(asyncio.to_thread(self._restore, request))
+            else:
+                process = await _not_lost(asyncio.to_thread(self._boot, request.slot))
+            undo.push_async_callback(_end, process)
             failpoint("agent.engine_spawned")
+            record = EngineRecord(
+                slot=request.slot,
+                worker_id=request.worker_id,
+                operation_id=request.operation_id,
+                incarnation=incarnation,
+                tier=tier,
+                process=process,
+                fell_through=reasons,
+            )
             write_record(control_dir, record)
             if tier is Tier.COLD:
                 await _wait_detached(control_dir, process, request.deadline)
                 write_attach(control_dir, attach)
             await wait_ready(control_dir, process, incarnation, request.deadline)
-        except BaseException:
-            await asyncio.to_thread(kill_and_wait, process, timeout_s=_KILL_TIMEOUT_S)
-            clear(control_dir)
-            raise
-        record = record.ready(asyncio.get_running_loop().time() - request.began)
-        write_record(control_dir, record)
+            record = record.ready(asyncio.get_running_loop().time() - request.began)
+            write_record(control_dir, record)
+            undo.pop_all()
         return record
 
     def _restore(self, request: StartRequest) -> ProcessRef:
@@ -199,9 +199,12 @@ async def _not_lost(starting: Coroutine[Any, Any, ProcessRef]) -> ProcessRef:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        process = await task
-        await asyncio.to_thread(kill_and_wait, process, timeout_s=_KILL_TIMEOUT_S)
+        await _end(await task)
         raise
+
+
+async def _end(process: ProcessRef) -> None:
+    await asyncio.to_thread(kill_and_wait, process, timeout_s=_KILL_TIMEOUT_S)
 
 
 def boot_command(config: DeploymentConfig, slot: int, engine_argv: EngineArgv) -> Command:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from dynamo_elastic.agent.images import Images, create_images, open_images
 from dynamo_elastic.agent.rehearse import rehearse
@@ -38,7 +38,9 @@ _MIB = 1 << 20
 @app.command()
 def create(
     file: File,
-    slot: Annotated[list[int] | None, typer.Option(help="Slot; default: every slot.")] = None,
+    slot: Annotated[
+        list[int] | None, typer.Option(min=0, help="Slot; default: every slot.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Boot an engine of each slot, and make an image of it."""
@@ -156,7 +158,16 @@ def _print_json(value: Any) -> None:
 
 
 def _print_table(entries: dict[str, Any]) -> None:
-    table = Table("image", "slot", "made (UTC)", "pages", "other", "boot", "dump", box=None)
+    table = Table(
+        Column("image", no_wrap=True),
+        "slot",
+        "made (UTC)",
+        "pages",
+        "other",
+        "boot",
+        "dump",
+        box=None,
+    )
     for image_id, entry in entries.items():
         if not isinstance(entry, Manifest):
             table.add_row(image_id, "", f"damaged: {entry}")

@@ -1,8 +1,9 @@
 """A process that keeps the life contract of an engine (engine/base.py) and serves nothing.
 
-`python standin_engine.py CONTROL_DIR [--mb N] [--torch] [--socket | --pipe | --child]`
-Boots detached, writes detached.json, waits for attach.json, then answers `status` and `work`. The
-flags after --torch plant what an image must not hold.
+`python standin_engine.py CONTROL_DIR [--mb N] [--torch] [FLAG]`
+Boots detached, writes detached.json, waits for attach.json, then answers `status` and `work`.
+Flags plant faults: --socket and --child what an image must not hold, --crash and --hang before it
+is ready, --mute after it is attached.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("control", type=Path)
     parser.add_argument("--mb", type=int, default=8)
-    for flag in ("--torch", "--socket", "--child", "--hang", "--crash"):
+    for flag in ("--torch", "--socket", "--child", "--hang", "--crash", "--mute"):
         parser.add_argument(flag, action="store_true")
     args = parser.parse_args()
     if args.crash:
@@ -108,6 +109,8 @@ def main() -> None:
     attach = json.loads(attach_file.read_text())
     attach_file.unlink()
     random.seed(attach["seed"])
+    if args.mute:
+        time.sleep(600)
     asyncio.run(_serve(args.control, attach, state, args))
 
 
