@@ -17,7 +17,9 @@ from dynamo_elastic.types import Epoch, Rank, WorkerId
 
 T = TypeVar("T")
 
-CALL_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 20.0
+"""Above what an engine gives its own parts."""
+
 BULK_TIMEOUT_S = 120.0
 """For calls that move, read or compare weights."""
 

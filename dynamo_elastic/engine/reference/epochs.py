@@ -11,7 +11,7 @@ from typing import Any
 from dynamo_elastic.comm.base import ExpertGroup
 from dynamo_elastic.comm.host_group import HostExpertGroup
 from dynamo_elastic.comm.transfer_plan import Chunk, plan_copies, plan_dense
-from dynamo_elastic.engine.base import PushReport
+from dynamo_elastic.engine.base import EngineState, PushReport
 from dynamo_elastic.engine.reference.checkpoint import load_weights
 from dynamo_elastic.engine.reference.kv import KvCache
 from dynamo_elastic.engine.reference.layout import slot_prefix
@@ -221,13 +221,16 @@ class Epochs:
         self._in_loop(lambda: self._loop.install(topology))
 
     def interrupt(self, epoch: Epoch) -> None:
-        """From any thread: close the group of `epoch` unless a step of it was right, so that
-        nobody waits for its peers any more."""
-        self._aborted = max(self._aborted, epoch)
+        """From any thread: let nobody wait for peers of `epoch` any more. Raises EngineError if
+        that epoch is in force."""
         current = self._loop.current
-        group = self._opened.get(epoch)
-        if current is not None and current.epoch == epoch and not current.proven:
-            group = current.group if self._loop.old is None else None
+        if current is None or current.epoch != epoch:
+            group = self._opened.get(epoch)
+        elif self._loop.state is EngineState.SERVING:
+            raise EngineError(f"epoch {epoch} is in force")
+        else:
+            group = current.group
+        self._aborted = max(self._aborted, epoch)
         if group is not None:
             group.close()
 

@@ -32,7 +32,7 @@ class Feed:
         self._loop.call_soon_threadsafe(self._sort, outputs)
 
     def _sort(self, outputs: list[Output]) -> None:
-        public = [o for o in outputs if o.request_id not in self._private]
+        public = [o for o in outputs if not o.request_id.startswith(_PRIVATE)]
         if public:
             self._steps.append(public)
             self._wake.set()
@@ -61,7 +61,7 @@ class Feed:
         return request_id, future
 
     def drop(self, request_id: str) -> None:
-        """Forget a private request that was never queued."""
+        """Forget a private request; what still comes of it is dropped."""
         self._private.pop(request_id, None)
 
     async def steps(self) -> AsyncIterator[list[Output]]:

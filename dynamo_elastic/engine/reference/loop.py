@@ -95,13 +95,14 @@ class StepLoop:
     def run(self) -> None:
         """Step for ever."""
         while True:
-            self._take_calls()
+            self.take_calls()
             try:
-                self._round()
+                self.round()
             except PeerLost:
                 self._step_out("its group was closed")
 
-    def _take_calls(self) -> None:
+    def take_calls(self) -> None:
+        """Run what call() was given; an idle rank waits a moment for something to come."""
         active = self.current is not None and (self._go or self._commit or self.scheduler.busy)
         timeout_s = 0.0 if active else IDLE_S
         try:
@@ -112,7 +113,9 @@ class StepLoop:
         except queue.Empty:
             return
 
-    def _round(self) -> None:
+    def round(self) -> None:
+        """One round of the group in force: hear what all say, then do what was announced. Raises
+        PeerLost if the group was closed."""
         if self.current is None:
             if self.pending is not None and self.pending.decided_s:
                 self._enter(self.pending)

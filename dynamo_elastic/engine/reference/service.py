@@ -33,7 +33,9 @@ CANARY_PROMPT = tuple(range(1, 9))
 CANARY_TOKENS = 8
 
 _DRAIN_POLL_S = 0.01
-_SUBMIT_TIMEOUT_S = 15.0
+_CANARY_TIMEOUT_S = 15.0
+_LOOP_TIMEOUT_S = 15.0
+"""For the step loop to take in a call; a step may wait for a silent peer meanwhile."""
 
 
 class ReferenceEngine:
@@ -53,7 +55,7 @@ class ReferenceEngine:
     async def _in_loop(self, function: Callable[[], T]) -> T:
         try:
             future = asyncio.wrap_future(self._loop.call(function))
-            return await asyncio.wait_for(future, _SUBMIT_TIMEOUT_S)
+            return await asyncio.wait_for(future, _LOOP_TIMEOUT_S)
         except TimeoutError as exc:
             raise EngineError("the step loop is stuck in a step") from exc
 
@@ -122,10 +124,11 @@ class ReferenceEngine:
         request = Request(request_id, CANARY_PROMPT, CANARY_TOKENS, temperature=0.0)
         try:
             await self._in_loop(lambda: self._loop.submit_always(request))
-        except EngineError:
+            return await asyncio.wait_for(tokens, _CANARY_TIMEOUT_S)
+        except TimeoutError as exc:
+            raise EngineError(f"the canary did not end within {_CANARY_TIMEOUT_S:g} s") from exc
+        finally:
             self._feed.drop(request_id)
-            raise
-        return await tokens
 
     async def freeze(self, frozen: bool) -> None:
         self._frozen = frozen

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dynamo_elastic.comm.base import MemoryKind, Span, TransferAgent
@@ -11,35 +10,24 @@ from dynamo_elastic.comm.transfer_plan import Chunk
 from dynamo_elastic.comm.weights import Destination, Limits, digest, push
 from dynamo_elastic.engine.reference.layout import DENSE
 from dynamo_elastic.engine.reference.model import Weights
-from dynamo_elastic.errors import EngineError, TransferTimeout
+from dynamo_elastic.errors import EngineError
 from dynamo_elastic.types import Region, WorkerId
 
 CHUNK_BYTES = 1 << 20
 
 _LIMITS = Limits(window_bytes=16 << 20, transfer_timeout_s=5.0, timeout_s=30.0)
-_log = logging.getLogger(__name__)
 
 
 class Transfers:
-    """Owns the agent, made by `make_agent` from a name that is new each time. One thread at a time
-    may use it. Close it."""
+    """`agent` is this incarnation's own; its life is that of the process. One thread at a time may
+    use it."""
 
-    def __init__(
-        self, weights: Weights, incarnation: str, make_agent: Callable[[str], TransferAgent]
-    ) -> None:
+    def __init__(self, weights: Weights, agent: TransferAgent) -> None:
         self.weights = weights
-        self._incarnation = incarnation
-        self._make_agent = make_agent
-        self._made = 0
+        self._agent = agent
         self._peers: dict[WorkerId, Destination] = {}
         self._span = Span(weights.arena.address, weights.arena.size_bytes)
-        self._agent = self._new_agent()
-
-    def _new_agent(self) -> TransferAgent:
-        self._made += 1
-        agent = self._make_agent(f"{self._incarnation}.{self._made}")
         agent.register(self._span)
-        return agent
 
     def endpoint(self) -> dict[str, Any]:
         """What peers need to write into our arena."""
@@ -72,21 +60,13 @@ class Transfers:
     def write(self, chunks: Sequence[Chunk]) -> int:
         """Write `chunks` into their targets' arenas; the number of bytes.
 
-        Raises EngineError if a target is unknown, TransferError if a transfer failed. After a
-        TransferTimeout the agent was replaced, so that no late byte lands: peers must be added
-        again, with new endpoints.
+        Raises EngineError if a target is unknown, TransferError if a transfer failed: what the
+        targets hold then is unknown, and bytes may still land until the target ends.
         """
         unknown = {c.target for c in chunks} - self._peers.keys()
         if unknown:
             raise EngineError(f"not connected to {sorted(unknown)}")
-        try:
-            return push(self._agent, chunks, self._span, self._peers, MemoryKind.DRAM, _LIMITS)
-        except TransferTimeout:
-            _log.warning("a push timed out: the agent is replaced")
-            self._agent.close()
-            self._peers.clear()
-            self._agent = self._new_agent()
-            raise
+        return push(self._agent, chunks, self._span, self._peers, MemoryKind.DRAM, _LIMITS)
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """Digests of own regions. Raises EngineError for a name that there is not."""
@@ -106,7 +86,3 @@ class Transfers:
         if wrong:
             shown = ", ".join(wrong[:3])
             raise EngineError(f"{len(wrong)} regions do not hold what was sent: {shown}")
-
-    def close(self) -> None:
-        """Destroy the agent: no byte of it lands after this. Idempotent."""
-        self._agent.close()

@@ -65,7 +65,7 @@ class Shuffled:
         return weighted_sum(computed, routing.weights)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_logits_do_not_depend_on_the_batch(seed: int, model_dir: Path, oracle: Oracle) -> None:
     chance = random.Random(seed)
