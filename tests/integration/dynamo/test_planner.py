@@ -1,0 +1,156 @@
+"""Dynamo's real planner and our watcher: a limit is changed, the width follows, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.coordinator.etcd import EtcdStore
+from dynamo_elastic.coordinator.records import (
+    Keys,
+    OutcomeStatus,
+    TargetOutcome,
+    TargetRecord,
+    decode,
+    encode,
+)
+from dynamo_elastic.coordinator.store import Put
+from dynamo_elastic.dynamo.base import Context, InstanceSpec, Load
+from dynamo_elastic.dynamo.environment import dynamo_environment
+from dynamo_elastic.dynamo.launch import PlannerControl, PlannerRefused, planner_argv
+from dynamo_elastic.dynamo.runtime import DynamoInstance
+from dynamo_elastic.dynamo.watcher import PlannerKeys, PlannerWatcher, Widths
+from dynamo_elastic.testing.deployments import asyncio_test
+from dynamo_elastic.testing.dynamo_processes import dynamo_deployment, process
+from dynamo_elastic.testing.etcd_process import etcd_process
+from dynamo_elastic.topology import EngineShape
+
+pytestmark = [pytest.mark.etcd, pytest.mark.dynamo]
+
+SLOTS = 4
+BLOCKS, BLOCK_TOKENS = 64, 16
+FULL = Load(running=8, waiting=0, kv_tokens=BLOCKS * BLOCK_TOKENS - 1)
+"""As busy as a rank can be short of a full KV cache."""
+
+
+class Cluster:
+    """Instances that come and go as the targets say, in place of coordinator and shells."""
+
+    def __init__(self, config: DeploymentConfig, store: EtcdStore) -> None:
+        self._store = store
+        self._keys = Keys(config.deployment)
+        spec = InstanceSpec(
+            namespace=config.namespace,
+            model_path=str(config.model.path),
+            model_name=config.model.name,
+            context_length=128,
+            kv_blocks=BLOCKS,
+            block_tokens=BLOCK_TOKENS,
+            batch_tokens=8,
+        )
+        self._all = [DynamoInstance(spec, _nothing) for _ in range(SLOTS)]
+        self.width = 0
+        self.widths: list[int] = []
+        """Every width that was asked for."""
+
+    async def resize(self, width: int) -> None:
+        for rank in range(self.width, width):
+            await self._all[rank].register({"rank": str(rank)})
+        for rank in range(width, self.width):
+            await self._all[rank].unregister()
+        self.width = width
+
+    async def obey(self) -> None:
+        async with self._store.watch(self._keys.target) as watch:
+            async for change in watch:
+                if change.value is None:
+                    continue
+                target = decode(TargetRecord, change.value)
+                self.widths.append(target.ranks)
+                await self.resize(target.ranks)
+                outcome = TargetOutcome(target.request_id, target.ranks, OutcomeStatus.REACHED)
+                await self._store.txn([], [Put(self._keys.outcome, encode(outcome))])
+
+    async def report(self) -> None:
+        while True:
+            for instance in self._all:
+                instance.report(FULL)
+            await asyncio.sleep(0.25)
+
+    async def close(self) -> None:
+        for instance in self._all:
+            await instance.shutdown()
+
+
+async def _nothing(
+    request: Mapping[str, Any], context: Context
+) -> AsyncGenerator[dict[str, Any], None]:
+    yield {"token_ids": [5], "index": 0, "finish_reason": "length"}
+
+
+async def unexpected(reason: str) -> None:
+    raise AssertionError(f"a decision was not met: {reason}")
+
+
+async def _ready(control: PlannerControl) -> None:
+    async with asyncio.timeout(60.0):
+        while True:
+            with suppress(PlannerRefused):
+                await control.limits()
+                return
+            await asyncio.sleep(0.2)
+
+
+async def _settled(store: EtcdStore, keys: PlannerKeys, decision_id: int) -> None:
+    async with asyncio.timeout(20.0):
+        while True:
+            stored = await store.get(keys.acknowledged)
+            if stored is not None and int(stored.value) == decision_id:
+                return
+            await asyncio.sleep(0.05)
+
+
+@asyncio_test
+async def test_the_width_follows_the_planners_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with etcd_process(tmp_path / "etcd") as etcd:
+        config = dynamo_deployment(tmp_path, etcd, slots=SLOTS)
+        for name, value in dynamo_environment(config).items():
+            monkeypatch.setenv(name, value)
+        store = EtcdStore(config.etcd.urls)
+        cluster = Cluster(config, store)
+        await cluster.resize(2)
+        planner = PlannerKeys(config.namespace)
+        widths = Widths(EngineShape(8, 8), config.scale.limits, SLOTS)
+        watcher = PlannerWatcher(store, Keys(config.deployment), planner, widths, unexpected)
+        tasks = [asyncio.create_task(c) for c in (cluster.obey(), cluster.report(), watcher.run())]
+        try:
+            with process(config, planner_argv(config), tmp_path / "planner.log"):
+                control = PlannerControl(config.planner.control_port)
+                await _ready(control)
+                # Busy as the ranks are, the planner moves nothing of its own.
+                await asyncio.sleep(3.0)
+                assert cluster.widths == []
+                with pytest.raises(PlannerRefused, match="max_gpu_budget"):
+                    await control.set_limits(min_endpoint=SLOTS + 1)
+                await control.set_limits(min_endpoint=4)
+                await _settled(store, planner, 0)
+                assert cluster.width == 4
+                await control.set_limits(min_endpoint=2, max_gpu_budget=2)
+                await _settled(store, planner, 1)
+                assert cluster.width == 2
+                await asyncio.sleep(2.0)
+                assert cluster.widths == [4, 2]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await cluster.close()
+            await store.close()
