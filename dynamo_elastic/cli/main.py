@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import click
 import typer
 
 from dynamo_elastic import __version__
@@ -33,9 +32,8 @@ def version() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command. Exit codes: 0 done, 1 it failed, 2 bad input (nothing was changed)."""
-    command = typer.main.get_command(app)
     try:
-        code = command.main(args=argv, prog_name="dynamo-elastic", standalone_mode=False)
+        app(args=argv, prog_name="dynamo-elastic")
     except ConfigError as exc:
         for fault in exc.faults:
             print(f"error: {fault}", file=sys.stderr)
@@ -43,12 +41,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ElasticError as exc:
         print(f"error: {exc}", file=sys.stderr)
         sys.exit(1)
-    except click.ClickException as exc:
-        exc.show()
-        sys.exit(exc.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    sys.exit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

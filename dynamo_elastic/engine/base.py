@@ -155,8 +155,9 @@ class Engine(Protocol):
         ...
 
     async def check(self, digests: dict[str, str]) -> dict[str, Any]:
-        """Compare own regions with `digests` (all dense ones must be there); then run the masked
-        probe. Returns {'probe': digest of the logits}. Raises EngineError naming what differs."""
+        """Compare own regions with `digests` (all dense ones must be there, unless the rank serves
+        already and is the reference); then run the masked probe. Returns {'probe': digest of the
+        logits}. Raises EngineError naming what differs."""
         ...
 
     async def install(self, topology: Topology, digests: dict[str, str]) -> None:

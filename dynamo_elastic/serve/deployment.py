@@ -13,11 +13,12 @@ import aiohttp
 
 from dynamo_elastic.agent.client import AgentClient
 from dynamo_elastic.agent.images import create_images, missing_slots
-from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config import DeploymentConfig, engine_shape
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.records import Keys, OperationRecord, decode
 from dynamo_elastic.coordinator.session import Session
 from dynamo_elastic.coordinator.store import Delete, Guard, Put, Store
+from dynamo_elastic.dynamo.watcher import PlannerKeys, PlannerWatcher, Widths
 from dynamo_elastic.errors import ConfigError, ElasticError, GuardFailed, StoreError
 from dynamo_elastic.phases import Phase
 from dynamo_elastic.serve import plan
@@ -92,9 +93,7 @@ async def running(config: DeploymentConfig, say: Say) -> AsyncIterator[Deploymen
             await builder.launch(plan.frontend_spec(config), ready, _START_TIMEOUT_S)
         await _start_workers(builder, deployment, config_file, num_experts)
         if config.planner.enabled:
-            say("starting the planner")
-            ready = _http_ok(f"http://127.0.0.1:{config.planner.control_port}/v1/min-endpoints")
-            await builder.launch(plan.planner_spec(config), ready, _PLANNER_TIMEOUT_S)
+            await _start_planner(builder, deployment, num_experts)
         yield deployment
         say("stopping")
 
@@ -212,6 +211,29 @@ async def _start_workers(
     builder.say(f"bringing up {config.scale.initial_ranks} ranks")
     spec = plan.coordinator_spec(config, config_file, num_experts)
     await builder.launch(spec, lambda: _booted(deployment), _BOOT_TIMEOUT_S)
+
+
+async def _start_planner(builder: _Builder, deployment: Deployment, num_experts: int) -> None:
+    config, supervisor = builder.config, builder.supervisor
+    builder.say("starting the planner")
+    spec = plan.planner_spec(config)
+    ready = _http_ok(f"http://127.0.0.1:{config.planner.control_port}/v1/min-endpoints")
+    await builder.launch(spec, ready, _PLANNER_TIMEOUT_S)
+
+    async def start_over(reason: str) -> None:
+        # The planner waits for the width that it wanted, and for nothing else, until it is new.
+        await supervisor.restart(spec.name)
+
+    watcher = PlannerWatcher(
+        deployment.store,
+        deployment.keys,
+        PlannerKeys(config.namespace),
+        Widths(engine_shape(config, num_experts), config.scale.limits, config.scale.max_ranks),
+        start_over,
+    )
+    watching = asyncio.create_task(watcher.run())
+    watching.add_done_callback(supervisor.report)
+    builder.stack.callback(watching.cancel)
 
 
 async def _all_on_standby(deployment: Deployment) -> None:

@@ -57,8 +57,8 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._children: dict[str, _Child] = {}
-        self.failed: asyncio.Future[ProcessFailed] = asyncio.get_running_loop().create_future()
-        """Set when a critical process ends, or another one keeps ending."""
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        """Gets why the deployment can't go on: a critical process ended, or another keeps ending."""
 
     @property
     def pids(self) -> dict[str, int]:
@@ -99,6 +99,18 @@ class Supervisor:
         child = self._children.pop(name, None)
         if child is not None:
             await _stop(child)
+
+    def report(self, task: asyncio.Task[None]) -> None:
+        """A task of the deployment has ended: unless it was cancelled, that is a failure."""
+        if not task.cancelled() and not self.failed.done():
+            why = task.exception() or ElasticError("a task of the deployment ended")
+            self.failed.set_result(why)
+
+    async def restart(self, name: str) -> None:
+        """Stop a process and start it anew; does not wait until it is ready."""
+        spec = self._children[name].spec
+        await self.stop(name)
+        await self.start(spec, None, timeout_s=spec.stop_timeout_s)
 
     async def _watch(self, child: _Child) -> None:
         loop = asyncio.get_running_loop()

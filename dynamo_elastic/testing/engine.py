@@ -174,7 +174,8 @@ class FakeEngine:
 
     async def check(self, digests: dict[str, str]) -> dict[str, Any]:
         await self._enter("check")
-        if any(digests.get(k) != v for k, v in DENSE_DIGESTS.items()):
+        proven = digests or self.state is not EngineState.SERVING
+        if proven and any(digests.get(k) != v for k, v in DENSE_DIGESTS.items()):
             raise EngineError("digests of dense regions are missing or differ")
         return {"probe": PROBE}
 
