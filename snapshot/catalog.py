@@ -80,6 +80,10 @@ class Catalog:
         whole.sort(key=lambda m: m.created_at, reverse=True)
         return {m.image_id: m for m in whole} | damaged
 
+    def manifests(self) -> tuple[Manifest, ...]:
+        """Of every image that is whole by its manifest, newest first."""
+        return tuple(m for m in self.entries().values() if isinstance(m, Manifest))
+
     def inspect(self, image_id: str) -> Manifest:
         """Its manifest. Raises SnapshotNotFound or SnapshotDamaged."""
         directory = self.directory(image_id)
@@ -117,8 +121,7 @@ class Catalog:
 
     def newest(self, slot: int, usable: Callable[[Manifest], bool]) -> Manifest | None:
         """The newest image of `slot` that is `usable`; None if there is none."""
-        found = (m for m in self.entries().values() if isinstance(m, Manifest))
-        return next((m for m in found if m.slot == slot and usable(m)), None)
+        return next((m for m in self.manifests() if m.slot == slot and usable(m)), None)
 
     @contextmanager
     def draft(self, image_id: str) -> Iterator[Path]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from pydantic import TypeAdapter, ValidationError
 
 from dynamo_elastic.agent.records import write_whole
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.engine.base import ATTACH_FILE
+from dynamo_elastic.errors import EngineError
 from dynamo_elastic.snapshot.base import PIDS_PER_SLOT, Namespace, first_pid
 from dynamo_elastic.snapshot.namespace import HostNamespace, PidNamespace, create_namespace
 from dynamo_elastic.snapshot.process import ProcessRef, alive, kill_and_wait
 
+LOCK_FILE = "agent.lock"
 NAMESPACE_FILE = "namespace.json"
 _END_TIMEOUT_S = 10.0
 _PROCESS = TypeAdapter(ProcessRef)
@@ -58,6 +62,19 @@ class Host:
             for process in self.namespace.processes():
                 if process not in keep:
                     kill_and_wait(process, timeout_s=_END_TIMEOUT_S)
+
+
+def lock_state(config: DeploymentConfig) -> IO[str]:
+    """Hold the deployment's state directory, which is made, until the file is closed. Raises
+    EngineError if another agent holds it."""
+    config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = (config.state_dir / LOCK_FILE).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise EngineError(f"another agent serves {config.state_dir}: stop it first") from None
+    return lock
 
 
 def open_host(config: DeploymentConfig) -> Host:

@@ -115,8 +115,8 @@ class Images:
         )
 
     def create(self, slot: int, progress: Progress | None = None) -> Manifest:
-        """Boot a detached engine of `slot`, and make an image of it. Raises what take_snapshot()
-        raises."""
+        """Boot a detached engine of `slot`, and make an image of it, in place of those that this
+        deployment had of that slot. Raises what take_snapshot() raises; then the old ones stay."""
 
         def notify(phase: TakePhase) -> None:
             if progress is not None:
@@ -133,13 +133,21 @@ class Images:
             boot_timeout_s=self._config.scale.restore_timeout_s,
             dump_timeout_s=self._config.scale.restore_timeout_s,
         )
-        return take_snapshot(
+        manifest = take_snapshot(
             request,
             catalog=self._catalog,
             imager=self._imager,
             make_namespace=create_namespace,
             notify=notify,
         )
+        self._remove_superseded(manifest)
+        return manifest
+
+    def _remove_superseded(self, newest: Manifest) -> None:
+        for old in self._catalog.manifests():
+            same_slot = old.fingerprint.control_dir == newest.fingerprint.control_dir
+            if same_slot and old.image_id != newest.image_id:
+                self._catalog.remove(old.image_id)
 
 
 def model_digest(model: Path) -> str:

@@ -7,10 +7,10 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import IO, Any
 
 from dynamo_elastic.agent.base import SlotStatus, StartedEngine, Tier
-from dynamo_elastic.agent.host import Host, close_host, open_host
+from dynamo_elastic.agent.host import Host, close_host, lock_state, open_host
 from dynamo_elastic.agent.records import EngineRecord, clear, read_record
 from dynamo_elastic.agent.start import EngineArgv, ImageSource, Starter, StartRequest
 from dynamo_elastic.config import DeploymentConfig
@@ -40,6 +40,7 @@ class AgentServer:
         self._starts: dict[int, tuple[OperationId, asyncio.Task[EngineRecord]]] = {}
         self._watched: dict[int, int] = {}
         self._stop = asyncio.Event()
+        self._lock: IO[str] | None = None
         self._host: Host | None = None
         self._starter: Starter | None = None
         self._server = RpcServer(
@@ -54,8 +55,8 @@ class AgentServer:
         )
 
     async def start(self) -> None:
-        """Open the namespace, adopt what lives, serve."""
-        self._config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Open the namespace, adopt what lives, serve. Raises EngineError if another agent does."""
+        self._lock = lock_state(self._config)
         self._host = await asyncio.to_thread(open_host, self._config)
         self._starter = Starter(self._config, self._host, self._images, self._engine_argv)
         for slot in range(self._config.scale.max_ranks):
@@ -70,6 +71,8 @@ class AgentServer:
         await self._cancel_starts()
         for slot in list(self._watched):
             self._unwatch(slot)
+        if self._lock is not None:
+            self._lock.close()
 
     async def stopped(self) -> None:
         """Return once stop_all() was called."""

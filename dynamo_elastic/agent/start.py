@@ -25,16 +25,13 @@ from dynamo_elastic.agent.records import (
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.engine.base import DETACHED_FILE, SOCKET_FILE, Attach
 from dynamo_elastic.errors import ElasticError, EngineError, EngineGone
-from dynamo_elastic.failpoints import failpoint
+from dynamo_elastic.failpoints import KILL_ONCE_DIR, failpoint
 from dynamo_elastic.ipc import RpcClient
 from dynamo_elastic.snapshot.base import BOOT_LOG, Command, Namespace
 from dynamo_elastic.snapshot.process import ProcessRef, alive, kill_and_wait
 from dynamo_elastic.types import Incarnation, OperationId, WorkerId
 
 EngineArgv = Callable[[DeploymentConfig, int], Sequence[str]]
-ENGINE_FAILPOINT = "DYNAMO_ELASTIC_ENGINE_FAILPOINT"
-"""For tests: 'slot2:engine.before_ready' hands that failpoint to the engine of slot 2."""
-
 _POLL_S = 0.005
 _STATUS_TIMEOUT_S = 2.0
 _KILL_TIMEOUT_S = 10.0
@@ -107,7 +104,7 @@ class Starter:
     ) -> EngineRecord:
         control_dir = self._config.control_dir(request.slot)
         clear(control_dir)
-        self._host.guard_pids()
+        await asyncio.to_thread(self._host.guard_pids)
         incarnation = Incarnation(f"{request.worker_id}-{secrets.token_hex(4)}")
         attach = self._attach(request, incarnation)
         async with AsyncExitStack() as undo:
@@ -153,7 +150,7 @@ class Starter:
             worker_id=request.worker_id,
             seed=secrets.randbits(63),
             log_path=str(self._config.control_dir(request.slot) / ENGINE_LOG),
-            environment=_failpoint_of(request.slot),
+            environment=_failpoints(),
         )
 
 
@@ -228,6 +225,7 @@ def log_tail(control_dir: Path) -> str:
     return "it wrote no log"
 
 
-def _failpoint_of(slot: int) -> dict[str, str]:
-    where, _, name = os.environ.get(ENGINE_FAILPOINT, "").partition(":")
-    return {"DYNAMO_ELASTIC_FAILPOINT": name} if where == f"slot{slot}" else {}
+def _failpoints() -> dict[str, str]:
+    """For tests: an engine, restored or not, is killed where the agent was told to have it killed;
+    its worker id is the scope."""
+    return {KILL_ONCE_DIR: os.environ[KILL_ONCE_DIR]} if KILL_ONCE_DIR in os.environ else {}

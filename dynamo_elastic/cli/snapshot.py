@@ -175,7 +175,6 @@ def _print_table(entries: dict[str, Any]) -> None:
         table.add_row(
             image_id,
             str(entry.slot),
-            entry.created_at[:19],
             f"{entry.pages_bytes / _MIB:.0f} MiB",
             f"{(entry.size_bytes - entry.pages_bytes) / 1024:.0f} KiB",
             f"{entry.timings_s.get('boot', 0):.2f} s",

@@ -78,7 +78,11 @@ async def _serve(control: Path, attach: dict[str, Any], state: Any, args: Any) -
         return answer
 
     async def work(_: dict[str, Any]) -> Any:
-        return {"result": _work(state, args.torch), "random": random.random()}
+        return {
+            "result": _work(state, args.torch),
+            "random": random.random(),
+            "environment": attach["environment"],
+        }
 
     server = RpcServer(control / "engine.sock", {"status": status, "work": work})
     await server.start()

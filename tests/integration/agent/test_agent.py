@@ -22,6 +22,7 @@ from dynamo_elastic.agent.images import Images, NoImages, images_or_reason
 from dynamo_elastic.agent.server import AgentServer
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.errors import EngineError
+from dynamo_elastic.failpoints import KILL_ONCE_DIR
 from dynamo_elastic.ipc import RpcClient, wait_for_socket
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.criu import Criu
@@ -243,6 +244,42 @@ async def test_damaged_image_falls_to_cold(config: DeploymentConfig, images: Ima
         await client.stop_engine(0, engine.incarnation)
         with pytest.raises(EngineError, match="content was altered"):
             await start(client, tiers=(Tier.IMAGE,))
+
+
+@asyncio_test
+async def test_without_root_engines_are_plain_processes(
+    config: DeploymentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    without = images_or_reason(config, ARGV)
+    async with serving(config, ARGV, without) as client:
+        engine = await start(client)
+        assert engine.tier is Tier.COLD
+        assert "needs root" in engine.fell_through[1]
+        assert os.stat(f"/proc/{engine.pid}/ns/pid") == os.stat("/proc/self/ns/pid")
+        assert os.getsid(engine.pid) == engine.pid
+        assert "not root" in (await client.status())["skipped"][0]
+    assert identify(engine.pid) is None
+
+
+@asyncio_test
+async def test_second_agent_is_refused(config: DeploymentConfig) -> None:
+    async with serving(config) as client:
+        second = AgentServer(config, NoImages("none made"), ARGV)
+        with pytest.raises(EngineError, match="another agent serves"):
+            await second.start()
+        await client.slots()
+
+
+@asyncio_test
+async def test_engines_are_told_of_failpoints_and_nothing_else(
+    config: DeploymentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KILL_ONCE_DIR, str(config.run_dir))
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    async with serving(config) as client:
+        answer = await ask(await start(client), "work")
+        assert answer["environment"] == {KILL_ONCE_DIR: str(config.run_dir)}
 
 
 @asyncio_test

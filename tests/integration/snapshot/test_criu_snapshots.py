@@ -130,6 +130,17 @@ def test_restore_that_takes_too_long_leaves_nothing(config: DeploymentConfig) ->
         namespace.end(timeout_s=5)
 
 
+def test_new_image_takes_the_place_of_the_old(config: DeploymentConfig) -> None:
+    images = open_images(config)
+    kept = images.create(1)
+    old = images.create(0)
+    with pytest.raises(SnapshotError):
+        open_images(config, "--crash").create(0)
+    assert old.image_id in images.catalog.entries()
+    new = images.create(0)
+    assert set(images.catalog.entries()) == {kept.image_id, new.image_id}
+
+
 def test_environment_is_by_allow_list(
     config: DeploymentConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
