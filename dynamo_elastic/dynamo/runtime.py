@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from dynamo.llm import (
@@ -23,6 +24,8 @@ from dynamo.runtime import DistributedRuntime
 from dynamo_elastic.dynamo.base import Context, Handler, InstanceSpec, Load
 from dynamo_elastic.errors import RegistrationFailed, RequestMoved, RequestRefused
 
+log = logging.getLogger(__name__)
+
 _POLL_S = 0.005
 _TIMEOUT_S = 10.0
 _RUNTIME_DATA_KEY = "dynamo_elastic"
@@ -31,40 +34,59 @@ _RUNTIME_DATA_KEY = "dynamo_elastic"
 class DynamoInstance:
     """dynamo.base.Registrar over Dynamo's runtime. Registered many times, shut down once.
 
-    Owns the process's one DistributedRuntime, its lease and its keys. DYN_* and ETCD_* must be in
-    the environment before it is made.
+    Owns a DistributedRuntime, its lease and its keys. DYN_* and ETCD_* must be in the environment
+    before it is made. A runtime ends with its lease: registering then makes a new one.
     """
 
     def __init__(self, spec: InstanceSpec, handler: Handler) -> None:
         self._spec = spec
         self._handler = handler
+        self._fpm: FpmDirectPublisher | None = None
+        self._open()
+
+    def _open(self) -> None:
         self._runtime = DistributedRuntime(asyncio.get_running_loop(), "etcd", "tcp")
-        self._endpoint = self._runtime.endpoint(spec.path)
+        self._endpoint = self._runtime.endpoint(self._spec.path)
         self._client: Any = None
         self._serving: asyncio.Future[Any] | None = None
-        self._fpm: FpmDirectPublisher | None = None
         self._published = False
 
     @property
     def instance_id(self) -> int:
-        """Dynamo's name for this process; it lasts as long as the process."""
+        """Dynamo's name for this runtime: the id of its lease."""
         return int(self._endpoint.connection_id())
 
     async def register(self, runtime_data: Mapping[str, str]) -> int:
         """See Registrar. Returns once a Dynamo client of this process sees instance and card."""
-        await self.unregister()
         tag = json.dumps(dict(sorted(runtime_data.items())))
         try:
-            self._published = True
+            await self.unregister()
+            await self._register(tag)
+        except RegistrationFailed as exc:
+            log.warning("a new Dynamo runtime is made: %s", exc)
+            self._renew()
+            await self._register(tag)
+        self._fpm = FpmDirectPublisher(self._endpoint, str(self.instance_id), 1)
+        return self.instance_id
+
+    async def _register(self, tag: str) -> None:
+        self._published = True
+        try:
             async with _answering("register"):
                 await self._publish_card(tag)
                 await self._publish_instance()
                 await self._see_card(tag)
         except RegistrationFailed:
-            await self.unregister()
+            with suppress(RegistrationFailed):
+                await self.unregister()
             raise
-        self._fpm = FpmDirectPublisher(self._endpoint, str(self.instance_id), 1)
-        return self.instance_id
+
+    def _renew(self) -> None:
+        self._runtime.shutdown()
+        try:
+            self._open()
+        except Exception as exc:  # the bindings raise bare Exception
+            raise RegistrationFailed(f"no Dynamo runtime: {exc}") from exc
 
     async def unregister(self) -> None:
         """See Registrar."""
@@ -73,12 +95,12 @@ class DynamoInstance:
             self._fpm = None
         if not self._published:
             return
+        self._published = False
         async with _answering("unregister"):
             if self._serving is not None:
                 await self._endpoint.unregister_endpoint_instance()
             await unregister_model(self._endpoint)
             await self._see_instance(present=False)
-        self._published = False
 
     def report(self, load: Load) -> None:
         """See Registrar. The publisher repeats zeros by itself while it is told nothing."""

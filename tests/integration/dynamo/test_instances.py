@@ -23,7 +23,7 @@ from dynamo_elastic.testing.deployments import asyncio_test
 from dynamo_elastic.testing.dynamo_processes import dynamo_deployment, frontend, wait_for_model
 from dynamo_elastic.testing.engine import FakeEngine
 from dynamo_elastic.testing.etcd_process import etcd_process
-from dynamo_elastic.types import Incarnation, WorkerId
+from dynamo_elastic.types import Incarnation, LeaseId, WorkerId
 from dynamo_elastic.worker.requests import RequestDesk
 
 pytestmark = [pytest.mark.etcd, pytest.mark.dynamo]
@@ -218,3 +218,25 @@ async def test_fifty_lives_of_one_instance_leave_nothing(
             await store.close()
     assert max(descriptors[-10:]) <= max(descriptors[:10])
     assert resident_bytes[-1] - resident_bytes[9] < 8 << 20
+
+
+@asyncio_test
+async def test_an_instance_whose_lease_ran_out_can_be_registered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with etcd_process(tmp_path / "etcd") as etcd:
+        config = dynamo_deployment(tmp_path, etcd, slots=1)
+        for name, value in dynamo_environment(config).items():
+            monkeypatch.setenv(name, value)
+        store, rank = EtcdStore(config.etcd.urls), Rank(config, "rank0")
+        try:
+            await rank.join(1)
+            before = rank.instance.instance_id
+            await store.revoke_lease(LeaseId(before))
+            assert await store.get_prefix("v1/instances/") == ()
+            await rank.join(2)
+            assert rank.instance.instance_id != before
+            assert len(await store.get_prefix("v1/instances/")) == 1
+        finally:
+            await rank.close()
+            await store.close()
