@@ -11,7 +11,8 @@ from dynamo_elastic.agent.start import EngineArgv, boot_command
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.engine.base import DETACHED_FILE
 from dynamo_elastic.engine.launch import engine_argv
-from dynamo_elastic.errors import ElasticError, SnapshotNotFound
+from dynamo_elastic.engine.shape import CONFIG_FILE
+from dynamo_elastic.errors import ConfigError, ElasticError, SnapshotNotFound
 from dynamo_elastic.snapshot.base import Imager, Namespace, TakePhase
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.criu import Criu
@@ -26,7 +27,6 @@ from dynamo_elastic.snapshot.take import TakeRequest, take_snapshot
 Progress = Callable[[int, TakePhase], None]
 
 _DISABLED = "snapshots are off (snapshot.enabled)"
-_MODEL_FILES = ("config.json",)
 
 
 class NoImages:
@@ -151,14 +151,15 @@ class Images:
 
 
 def model_digest(model: Path) -> str:
-    """Digest of the model's configuration, on which an engine's shapes and warm-up depend."""
-    digest = hashlib.sha256()
-    for name in _MODEL_FILES:
-        try:
-            digest.update((model / name).read_bytes())
-        except OSError:
-            digest.update(b"missing")
-    return digest.hexdigest()[:16]
+    """Digest of the model's configuration, on which an engine's shapes and warm-up depend. Raises
+    ConfigError."""
+    path = model / CONFIG_FILE
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as exc:
+        raise ConfigError(
+            [f"model.path: {path} can't be read ({exc.strerror}); name a model directory"]
+        ) from exc
 
 
 def open_images(config: DeploymentConfig, argv_of: EngineArgv = engine_argv) -> Images:
