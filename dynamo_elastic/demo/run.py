@@ -46,6 +46,8 @@ _WORDS = ("river", "stone", "light", "maple", "cloud", "harbor", "amber", "meado
 class Facts:
     """What the demo found out; the table and the verdict are made from it."""
 
+    images: bool
+    """Whether this host can restore images; else joiners boot cold."""
     cold: StartedEngine | None = None
     operations: list[OperationRecord] = field(default_factory=list)
     summary: LoadSummary | None = None
@@ -66,6 +68,9 @@ class Facts:
             found.append(f"the planner's operations led to {widths}, not [4, 2]")
         if self.final_ranks != 2:
             found.append(f"{self.final_ranks} ranks serve at the end, not 2")
+        tiers = {t for op in self.operations for t in restored_from(op)}
+        if self.images and tiers != {Tier.IMAGE}:
+            found.append(f"joiners came from {sorted(tiers)}, not from images")
         if self.summary is None or not self.summary.tokens_equal:
             found.append("tokens differ from the never-scaled run")
         if self.summary is not None and self.summary.requests_failed:
@@ -113,7 +118,7 @@ def demo_prompts() -> list[Prompt]:
 async def run_demo(work_dir: Path, console: Console) -> list[str]:
     """Run the whole demo; returns its faults, empty when everything held."""
     config = demo_config(work_dir)
-    facts = Facts()
+    facts = Facts(config.snapshot.enabled)
     watched: set[int] = set()
     async with running(config, lambda text: console.print(f"[dim]{text}[/dim]")) as deployment:
         watched.update(deployment.supervisor.pids.values())
@@ -199,6 +204,11 @@ async def _operation(
     return longest_gap(load.results, began_s, time.monotonic())
 
 
+def restored_from(op: OperationRecord) -> set[str]:
+    """The tiers that the joiners of `op` came from."""
+    return {tier for p in op.phases for tier in PhaseFacts.of(p.detail).tiers}
+
+
 def _table(facts: Facts) -> Table:
     table = Table(title="what happened", show_header=False)
     table.add_column("")
@@ -217,7 +227,8 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
             if facts.cold is not None and said.ready_s:
                 cold, restored = facts.cold.ready_s, max(said.ready_s)
                 yield f"{widths}: joiner ready, cold", f"{cold:.2f} s"
-                yield f"{widths}: joiner ready, restored", f"{restored:.2f} s"
+                tiers = ", ".join(sorted(set(said.tiers)))
+                yield f"{widths}: joiner ready, from {tiers}", f"{restored:.2f} s"
             if said.size_bytes:
                 rate_gbps = said.size_bytes / max(said.transfer_s, 1e-9) / 1e9
                 size = f"{said.size_bytes / 1e6:.1f} MB, {rate_gbps:.2f} GB/s"
