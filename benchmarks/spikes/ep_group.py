@@ -112,7 +112,7 @@ def joint(
     """One step of all ranks over everyone's experts; SpikeError where tokens are wrong."""
     world = [peer.number for peer in everyone]
     call_all(list(everyone), "route", world=world, seed=seed)
-    seconds = _step(everyone, op, count)
+    seconds, arrived = _step(everyone, op, count)
     checks = call_all(list(everyone), "check", active=world)
     masks = call_all(list(everyone), "masks")
     result = {
@@ -122,6 +122,8 @@ def joint(
         "step_s": max(seconds),
         "masks": masks,
     }
+    if arrived is not None:
+        result["arrived"] = arrived
     expected = [0 if number in world else 1 for number in range(len(masks[0]))]
     result["masks_right"] = all(mask == expected for mask in masks)
     if strict and (
@@ -136,32 +138,15 @@ def phased(everyone: Sequence[EpPeer], *, seed: int = 7, strict: bool = True) ->
     return joint(everyone, op="phased", seed=seed, strict=strict)
 
 
-def _step(everyone: Sequence[EpPeer], op: str, count: int) -> list[float]:
+def _step(everyone: Sequence[EpPeer], op: str, count: int) -> tuple[list[float], Any]:
     if op != "phased":
-        return call_all(list(everyone), op, count=count, timeout_s=90)
+        return call_all(list(everyone), op, count=count, timeout_s=90), None
     begin = time.perf_counter()
-    for name in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"):
+    call_all(list(everyone), "phase", name="dispatch_send")
+    arrived = call_all(list(everyone), "arrivals")
+    for name in ("dispatch_recv", "combine_send", "combine_recv"):
         call_all(list(everyone), "phase", name=name)
-    return [time.perf_counter() - begin]
-
-
-def who_reaches_whom(everyone: Sequence[EpPeer], round_number: int) -> dict[str, Any]:
-    """Every rank writes into every mapped peer; SpikeError where a value lands elsewhere."""
-    mark = 1000 * round_number
-    posted = [(peer, peer.send("poke", value=mark + peer.number)) for peer in everyone]
-    for peer, index in posted:
-        value_of(peer, "poke", peer.receive(index))
-    seen = call_all(list(everyone), "peek")
-    right = all(
-        values[other.number] == mark + other.number
-        for peer, values in zip(everyone, seen, strict=True)
-        for other in everyone
-        if other is not peer
-    )
-    found = {"seen": seen, "lanes": call_all(list(everyone), "lanes")}
-    if not right:
-        raise SpikeError(f"a peer's mapping leads elsewhere: {found}")
-    return found
+    return [time.perf_counter() - begin], arrived
 
 
 def alone(peer: EpPeer) -> dict[str, Any]:

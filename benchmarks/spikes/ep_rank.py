@@ -13,10 +13,10 @@ import graph_patch
 import rank_process
 import torch
 from cuda.bindings import driver
-from ep_steps import TAIL_BYTES, EpSteps
+from ep_steps import EXPERTS_PER_RANK, TAIL_BYTES, EpSteps
 
 P2P_TABLE_OFFSET, MAX_RANKS_OFFSET = 72, 80  # of NIXL EP's device context
-POKE_OFFSET = 65536  # in the Buffer's unused tail
+RECV_COUNT_PARAMETER = 9  # of the dispatch kernel
 
 
 class EpRank(EpSteps):
@@ -43,8 +43,10 @@ class EpRank(EpSteps):
             graph.instantiate()
         return graph
 
-    def capture(self, graphs: int = 1, layers: int = 2, extras: bool = False) -> dict[str, float]:
-        """Capture the graphs and a probe; the remote peers are masked or agree."""
+    def capture_only(
+        self, graphs: int = 1, layers: int = 2, extras: bool = False
+    ) -> dict[str, float]:
+        """Capture the graphs; the remote peers are masked or agree."""
         for _ in range(2):
             self._forward(extras)
         torch.cuda.synchronize()
@@ -53,20 +55,33 @@ class EpRank(EpSteps):
         for _ in range(graphs):
             self.graphs.append(self._capture(layers, extras))
         torch.cuda.synchronize()
-        capture_s = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
         after = self._usage()
+        return {"capture_s": seconds, **{name: after[name] - before[name] for name in after}}
+
+    def record(self, extras: bool = False) -> dict[str, float]:
+        """Before the snapshot: read all nodes and find those that a new Buffer will concern."""
         begin = time.perf_counter()
-        self.nodes = [graph_patch.read_nodes(graph) for graph in self.graphs]
-        read_s = time.perf_counter() - begin
-        self.probe = self._probe(extras)
         self.base_address = self._memory().data_ptr()
+        memory = (self.base_address, self.buffer_bytes)
+        every = [graph_patch.read_nodes(graph) for graph in self.graphs]
+        self.nodes = [graph_patch.to_patch(nodes, memory) for nodes in every]
+        seconds = time.perf_counter() - begin
+        self.probe = self._probe(extras)
         self.owned = graph_patch.allocator_ranges()
-        flat = [node for nodes in self.nodes for node in nodes]
+        flat = [node for nodes in every for node in nodes]
         kinds = {name: sum(node.name == name for node in flat) for name in ("memcpy", "memset")}
-        ep_nodes = sum(graph_patch.is_ep(node) for node in flat)
-        counts = {"nodes": len(flat), "ep_nodes": ep_nodes, **kinds}
-        grown = {name: after[name] - before[name] for name in after}
-        return {"capture_s": capture_s, "read_s": read_s, **counts, **grown}
+        return {
+            "record_s": seconds,
+            "nodes": len(flat),
+            "nodes_to_patch": sum(len(nodes) for nodes in self.nodes),
+            "ep_nodes": sum(graph_patch.is_ep(node) for node in flat),
+            **kinds,
+        }
+
+    def capture(self, graphs: int = 1, layers: int = 2, extras: bool = False) -> dict[str, float]:
+        """Both."""
+        return {**self.capture_only(graphs, layers, extras), **self.record(extras)}
 
     def _usage(self) -> dict[str, int]:
         free, _ = torch.cuda.mem_get_info()
@@ -108,7 +123,7 @@ class EpRank(EpSteps):
             "probe_s": probe_s,
             "patch_s": patch_s,
             "moved": moved,
-            "table": len(table),
+            "table": sum(len(renamed) for rows in table.values() for renamed in rows.values()),
             **totals,
         }
 
@@ -134,37 +149,35 @@ class EpRank(EpSteps):
         filled, copied = tail[:4096], tail[8192 : 8192 + 4096]
         return {"memset": bool((filled == 0).all()), "memcpy": bool((copied == 9).all())}
 
-    def _mapped_peers(self) -> list[int]:
-        """Addresses at which kernels see each rank's Buffer; 0 where they use the device API."""
-        dispatch = next(
-            node for node in self.probe if graph_patch.is_ep(node) and "dispatch" in node.name
-        )
-        context = int.from_bytes(dispatch.values[-1], "little")
+    def lanes(self) -> list[bool]:
+        """Which peers the kernels write by plain stores; others go through the device API."""
+        context = int.from_bytes(self._dispatch().buffers[-1].raw, "little")
         head = _device_bytes(context, 96)
         ranks = int.from_bytes(head[MAX_RANKS_OFFSET : MAX_RANKS_OFFSET + 4], "little")
         if ranks != self.max_ranks:
             raise RuntimeError("NIXL EP's device context has another layout")
         table = int.from_bytes(head[P2P_TABLE_OFFSET : P2P_TABLE_OFFSET + 8], "little")
-        raw = _device_bytes(table, 8 * self.max_ranks)
-        return [int.from_bytes(raw[i * 8 : i * 8 + 8], "little") for i in range(self.max_ranks)]
+        return [word != 0 for word in _device_words(table, self.max_ranks)]
 
-    def lanes(self) -> list[bool]:
-        """Which peers the kernels write by plain stores; others go through the device API."""
-        return [address != 0 for address in self._mapped_peers()]
+    def arrivals(self) -> list[int]:
+        """For each source rank, how many of this rank's experts got its token counts."""
+        first = int.from_bytes(self._dispatch().buffers[RECV_COUNT_PARAMETER].raw, "little")
+        words = _device_words(first, EXPERTS_PER_RANK * self.max_ranks)
+        return [
+            sum(words[expert * self.max_ranks + source] != 0 for expert in range(EXPERTS_PER_RANK))
+            for source in range(self.max_ranks)
+        ]
 
-    def poke(self, value: int) -> None:
-        """Write `value` into every mapped peer's Buffer, at this rank's place."""
-        place = self.buffer_bytes - TAIL_BYTES + POKE_OFFSET + 8 * self.rank
-        data = ctypes.c_int64(value)
-        for address in self._mapped_peers():
-            if address:
-                graph_patch.check(driver.cuMemcpyHtoD(address + place, ctypes.addressof(data), 8))
+    def _dispatch(self) -> graph_patch.Node:
+        """A dispatch kernel launched with the present Buffer."""
+        return next(
+            node for node in self.probe if graph_patch.is_ep(node) and "dispatch" in node.name
+        )
 
-    def peek(self) -> list[int]:
-        """What the peers wrote here."""
-        place = self._memory().data_ptr() + self.buffer_bytes - TAIL_BYTES + POKE_OFFSET
-        raw = _device_bytes(place, 8 * self.max_ranks)
-        return [int.from_bytes(raw[i * 8 : i * 8 + 8], "little") for i in range(self.max_ranks)]
+
+def _device_words(address: int, count: int) -> list[int]:
+    raw = _device_bytes(address, 8 * count)
+    return [int.from_bytes(raw[i * 8 : i * 8 + 8], "little") for i in range(count)]
 
 
 def _device_bytes(address: int, size: int) -> bytes:

@@ -231,7 +231,7 @@ class EpSteps:
         while not done.query():
             with torch.cuda.stream(self.side):
                 self.buffer.query_mask_buffer(status)
-                now = status.cpu().tolist()
+                now = [int(flag != 0) for flag in status.cpu().tolist()]
             if now != before and first_seen_s is None:
                 first_seen_s = time.perf_counter() - begin
         torch.cuda.synchronize()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ MEMCPY = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY
 MEMSET = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
 Range = tuple[int, int]  # first address, size
 Move = tuple[int, int, int]  # old first address, size, new first address
-Table = dict[tuple[str, int, bytes], bytes]
+Table = dict[str, dict[int, dict[bytes, bytes]]]  # kernel -> parameter -> old -> new
 _layouts: dict[int, tuple[str, list[int]]] = {}
 
 
@@ -31,13 +31,19 @@ class PatchError(RuntimeError):
 
 @dataclass
 class Node:
-    """One graph node; `values` are a kernel's parameters as bytes."""
+    """One graph node. A kernel's parameters lie in `buffers`, ready to be passed again."""
 
     handle: Any
     kind: Any
     name: str
-    values: list[bytes]
     params: Any
+    buffers: list[Any] = field(default_factory=list)
+    addresses: Any = None  # the array that params.kernelParams points to
+    words: list[tuple[int, int]] = field(default_factory=list)  # (parameter, offset) of pointers
+
+    def values(self) -> list[bytes]:
+        """A kernel's parameters as they stand now."""
+        return [buffer.raw for buffer in self.buffers]
 
 
 def check(result: tuple[Any, ...]) -> Any:
@@ -81,6 +87,20 @@ def _layout(params: Any) -> tuple[str, list[int]]:
     return _layouts[int(handle)]
 
 
+def _kernel_node(handle: Any) -> Node:
+    params = check(driver.cuGraphKernelNodeGetParams(handle))
+    name, sizes = _layout(params)
+    array = ctypes.cast(int(params.kernelParams), ctypes.POINTER(ctypes.c_void_p))
+    node = Node(handle, KERNEL, name, params)
+    for index, size in enumerate(sizes):
+        content = ctypes.string_at(array[index], size)
+        node.buffers.append(ctypes.create_string_buffer(content, size))
+    addresses = [ctypes.addressof(buffer) for buffer in node.buffers]
+    node.addresses = (ctypes.c_void_p * len(addresses))(*addresses)
+    params.kernelParams = ctypes.addressof(node.addresses)
+    return node
+
+
 def read_nodes(graph: torch.cuda.CUDAGraph) -> list[Node]:
     """Kernel, copy and fill nodes of a kept template, in creation order."""
     template = driver.CUgraph(graph.raw_cuda_graph())
@@ -90,20 +110,35 @@ def read_nodes(graph: torch.cuda.CUDAGraph) -> list[Node]:
     for handle in handles:
         kind = check(driver.cuGraphNodeGetType(handle))
         if kind == KERNEL:
-            params = check(driver.cuGraphKernelNodeGetParams(handle))
-            name, sizes = _layout(params)
-            array = ctypes.cast(int(params.kernelParams), ctypes.POINTER(ctypes.c_void_p))
-            values = [ctypes.string_at(array[index], size) for index, size in enumerate(sizes)]
-            nodes.append(Node(handle, kind, name, values, params))
+            nodes.append(_kernel_node(handle))
         elif kind == MEMCPY:
             nodes.append(
-                Node(handle, kind, "memcpy", [], check(driver.cuGraphMemcpyNodeGetParams(handle)))
+                Node(handle, kind, "memcpy", check(driver.cuGraphMemcpyNodeGetParams(handle)))
             )
         elif kind == MEMSET:
             nodes.append(
-                Node(handle, kind, "memset", [], check(driver.cuGraphMemsetNodeGetParams(handle)))
+                Node(handle, kind, "memset", check(driver.cuGraphMemsetNodeGetParams(handle)))
             )
     return nodes
+
+
+def to_patch(nodes: Sequence[Node], memory: Range) -> list[Node]:
+    """Nodes that a new Buffer can concern, found before the snapshot: a restore must not search."""
+    return [node for node in nodes if is_ep(node) or _points_into(node, memory)]
+
+
+def _points_into(node: Node, memory: Range) -> bool:
+    if node.kind != KERNEL:
+        return any(_inside(int(getattr(node.params, name)), [memory]) for name in _fields(node))
+    for index, value in enumerate(node.values()):
+        for offset in range(0, len(value) - 7, 8):
+            if _inside(int.from_bytes(value[offset : offset + 8], "little"), [memory]):
+                node.words.append((index, offset))
+    return bool(node.words)
+
+
+def _fields(node: Node) -> tuple[str, ...]:
+    return ("srcDevice", "dstDevice") if node.kind == MEMCPY else ("dst",)
 
 
 def is_ep(node: Node) -> bool:
@@ -123,74 +158,67 @@ def _inside(address: int, ranges: Iterable[Range]) -> bool:
 def substitutions(
     old_probe: Sequence[Node], new_probe: Sequence[Node], owned: Sequence[Range]
 ) -> Table:
-    """(kernel, parameter, old bytes) -> new bytes; PatchError where the probes disagree."""
-    old_ep, new_ep = (
-        [node for node in old_probe if is_ep(node)],
-        [node for node in new_probe if is_ep(node)],
-    )
+    """Per kernel and parameter: old to new bytes; PatchError where the probes disagree."""
+    old_ep = [node for node in old_probe if is_ep(node)]
+    new_ep = [node for node in new_probe if is_ep(node)]
     if [node.name for node in old_ep] != [node.name for node in new_ep]:
         raise PatchError("the probes launched different kernels")
-    table: Table = {}
+    seen: dict[tuple[str, int, bytes], bytes] = {}
     for old, new in zip(old_ep, new_ep, strict=True):
-        for index, (before, after) in enumerate(zip(old.values, new.values, strict=True)):
+        for index, (before, after) in enumerate(zip(old.values(), new.values(), strict=True)):
             if len(before) == 8 and _inside(int.from_bytes(before, "little"), owned):
                 continue
-            if table.setdefault((old.name, index, before), after) != after:
-                raise PatchError(
-                    f"parameter {index} of {old.name[:60]} has two new values for one old value"
-                )
-    return {key: after for key, after in table.items() if key[2] != after}
+            if seen.setdefault((old.name, index, before), after) != after:
+                raise PatchError(f"parameter {index} of {old.name[:60]} has two new values")
+    table: Table = {}
+    for (name, index, before), after in seen.items():
+        if before != after:
+            table.setdefault(name, {}).setdefault(index, {})[before] = after
+    return table
 
 
-def _moved(value: bytes, moves: Sequence[Move]) -> bytes:
-    """The parameter with every aligned word that points into an old range moved."""
-    changed = None
-    for offset in range(0, len(value) - 7, 8):
-        word = int.from_bytes(value[offset : offset + 8], "little")
-        for first, size, target in moves:
-            if first <= word < first + size and first != target:
-                changed = changed or bytearray(value)
-                changed[offset : offset + 8] = (word - first + target).to_bytes(8, "little")
-    return bytes(changed) if changed else value
-
-
-def _new_address(address: Any, moves: Sequence[Move]) -> int | None:
+def _moved(address: int, moves: Sequence[Move]) -> int:
     for first, size, target in moves:
-        if first <= int(address) < first + size and first != target:
-            return int(address) - first + target
-    return None
+        if first <= address < first + size:
+            return address - first + target
+    return address
 
 
 def _patch_kernel(executable: Any, node: Node, table: Table, moves: Sequence[Move]) -> bool:
-    values = node.values
-    if is_ep(node):
-        values = [table.get((node.name, index, value), value) for index, value in enumerate(values)]
-    else:
-        values = [_moved(value, moves) if len(value) >= 8 else value for value in values]
-    if values == node.values:
-        return False
-    buffers = [ctypes.create_string_buffer(value, len(value)) for value in values]
-    array = (ctypes.c_void_p * len(buffers))(*[ctypes.addressof(buffer) for buffer in buffers])
-    node.params.kernelParams = ctypes.addressof(array)
-    check(driver.cuGraphExecKernelNodeSetParams(executable, node.handle, node.params))
-    node.values = values
-    return True
+    changed = False
+    for index, renamed in table.get(node.name, {}).items():
+        after = renamed.get(node.buffers[index].raw)
+        if after is not None:
+            node.buffers[index].raw = after
+            changed = True
+    for index, offset in node.words:
+        raw = bytearray(node.buffers[index].raw)
+        address = int.from_bytes(raw[offset : offset + 8], "little")
+        raw[offset : offset + 8] = _moved(address, moves).to_bytes(8, "little")
+        changed = changed or node.buffers[index].raw != bytes(raw)
+        node.buffers[index].raw = bytes(raw)
+    if changed:
+        check(driver.cuGraphExecKernelNodeSetParams(executable, node.handle, node.params))
+    return changed
 
 
 def _patch_copy_or_fill(executable: Any, node: Node, moves: Sequence[Move], context: Any) -> bool:
-    fields = ("srcDevice", "dstDevice") if node.kind == MEMCPY else ("dst",)
-    targets = {name: _new_address(getattr(node.params, name), moves) for name in fields}
-    if not any(targets.values()):
-        return False
-    for name, address in targets.items():
-        if address is not None:
-            setattr(node.params, name, driver.CUdeviceptr(address))
-    is_copy = node.kind == MEMCPY
-    write = (
-        driver.cuGraphExecMemcpyNodeSetParams if is_copy else driver.cuGraphExecMemsetNodeSetParams
-    )
-    check(write(executable, node.handle, node.params, context))
-    return True
+    changed = False
+    for name in _fields(node):
+        before = int(getattr(node.params, name))
+        after = _moved(before, moves)
+        if after != before:
+            setattr(node.params, name, driver.CUdeviceptr(after))
+            changed = True
+    if changed:
+        is_copy = node.kind == MEMCPY
+        write = (
+            driver.cuGraphExecMemcpyNodeSetParams
+            if is_copy
+            else driver.cuGraphExecMemsetNodeSetParams
+        )
+        check(write(executable, node.handle, node.params, context))
+    return changed
 
 
 def patch(
@@ -202,9 +230,8 @@ def patch(
     counts = {"ep": 0, "kernel": 0, "memcpy": 0, "memset": 0}
     for node in nodes:
         if node.kind == KERNEL:
-            counts["ep" if is_ep(node) else "kernel"] += _patch_kernel(
-                executable, node, table, moves
-            )
+            kind = "ep" if is_ep(node) else "kernel"
+            counts[kind] += _patch_kernel(executable, node, table, moves)
         else:
             counts[node.name] += _patch_copy_or_fill(executable, node, moves, context)
     return counts

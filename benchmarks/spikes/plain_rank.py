@@ -33,7 +33,8 @@ class PlainRank:
         self.block = torch.randint(0, 255, (16 << 20,), dtype=torch.uint8)
         copies = ballast_bytes // self.block.numel()
         self.ballast = torch.empty(copies * self.block.numel(), dtype=torch.uint8)
-        self.ballast.view(copies, -1).copy_(self.block.expand(copies, -1))
+        if copies:
+            self.ballast.view(copies, -1).copy_(self.block.expand(copies, -1))
         return {"warm_s": time.perf_counter() - begin}
 
     def step(self) -> float:

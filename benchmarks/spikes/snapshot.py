@@ -20,10 +20,10 @@ RESTORE_FLAGS = ("--file-locks", "--tcp-close")
 LOCK_TIMEOUT_MS = 20_000
 
 
-def check(result: tuple[Any, ...]) -> Any:
+def check(result: tuple[Any, ...], call: str = "call") -> Any:
     """Unpack a driver call's answer, or raise SpikeError with the driver's code."""
     if result[0] != driver.CUresult.CUDA_SUCCESS:
-        raise SpikeError(f"driver says {result[0].name}")
+        raise SpikeError(f"driver {call}: {result[0].name}")
     values = result[1:]
     return values[0] if len(values) == 1 else (values or None)
 
@@ -56,11 +56,10 @@ def cuda_out(pid: int) -> dict[str, float]:
     args = driver.CUcheckpointLockArgs()
     args.timeoutMs = LOCK_TIMEOUT_MS
     lock_s, result = timed(driver.cuCheckpointProcessLock, pid, args)
-    check(result)
-    checkpoint_s, result = timed(
-        driver.cuCheckpointProcessCheckpoint, pid, driver.CUcheckpointCheckpointArgs()
-    )
-    check(result)
+    check(result, "lock")
+    empty = driver.CUcheckpointCheckpointArgs()
+    checkpoint_s, result = timed(driver.cuCheckpointProcessCheckpoint, pid, empty)
+    check(result, "checkpoint")
     return {"lock_s": lock_s, "checkpoint_s": checkpoint_s}
 
 
@@ -71,10 +70,20 @@ def cuda_in(pid: int, gpu_pairs: list[Any] | None = None) -> dict[str, float]:
     if gpu_pairs:
         args.gpuPairs = gpu_pairs
     restore_s, result = timed(driver.cuCheckpointProcessRestore, pid, args)
-    check(result)
-    unlock_s, result = timed(driver.cuCheckpointProcessUnlock, pid, driver.CUcheckpointUnlockArgs())
-    check(result)
-    return {"restore_s": restore_s, "unlock_s": unlock_s}
+    check(result, "restore")
+    return {"restore_s": restore_s, "unlock_s": unlock(pid)}
+
+
+def unlock(pid: int) -> float:
+    """Let a locked process use CUDA again."""
+    seconds, result = timed(driver.cuCheckpointProcessUnlock, pid, driver.CUcheckpointUnlockArgs())
+    check(result, "unlock")
+    return float(seconds)
+
+
+def cuda_state(pid: int) -> str:
+    """What the driver says about the process."""
+    return str(check(driver.cuCheckpointProcessGetState(pid), "get state"))
 
 
 def _run_criu(arguments: list[str], log: Path, timeout_s: float) -> float:

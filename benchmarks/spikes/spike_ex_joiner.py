@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from common import GpuReadings, Report, SpikeError, run_spike
 from rank_process import Rank, kill_all
-from streams import GIB, Case, mapped_copy, run_case, start_source
+from streams import GIB, Case, attempt_case, mapped_copy, start_source
 
 import snapshot
 
@@ -52,23 +52,8 @@ def body(report: Report) -> None:
         rank.call("release")
         report.note(f"agent_{rank.tag}_s", rank.call("open_agent", name=rank.tag, timeout_s=90))
     readings = GpuReadings()
-    report.attempt(
-        "nixl_write",
-        run_case_of,
-        readings,
-        Case("posix", "malloc", size_gib=16, step_gib=2),
-        second,
-        third,
-    )
-    case = Case("posix", "posix", op="READ", size_gib=2)
-    report.attempt("nixl_read_of_arena", run_case_of, readings, case, second, third)
-
-
-def run_case_of(
-    report: Report, readings: GpuReadings, case: Case, source: Rank, sink: Rank
-) -> None:
-    """As an attempt's argument order wants it."""
-    run_case(report, readings, case, source, sink)
+    attempt_case(report, readings, Case("posix", "malloc", size_gib=16, step_gib=2), second, third)
+    attempt_case(report, readings, Case("posix", "posix", op="READ", size_gib=2), second, third)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,14 @@ GRAPHS, LAYERS = 50, 30
 
 
 def without_hook(report: Report) -> None:
-    """What upstream's capture leaves: no template, so nothing to patch."""
+    """What upstream's capture leaves: no template, so nothing to patch; and what it costs."""
     rank = EpPeer(0, 0).wait_ready()
     rank.call("open", rank=0, max_ranks=4, timeout_s=90)
     rank.call("route", world=[0])
-    answer = rank.ask("capture")
+    found = rank.call("capture_only", graphs=GRAPHS, layers=LAYERS, extras=True, timeout_s=150)
+    for key, value in found.items():
+        report.metric(f"without_hook_{key}", value)
+    answer = rank.ask("record", extras=True)
     report.metric("template_without_hook", "error" not in answer)
     report.note("without_hook", answer.get("error", answer.get("value")))
     rank.kill()
@@ -67,7 +70,6 @@ def with_peer(report: Report, rank: EpPeer, peer: EpPeer, name: str) -> None:
     ep_group.connect([rank], [peer])
     everyone = [peer, rank]
     try:
-        report.note(f"{name}_reach", ep_group.who_reaches_whom(everyone, 1))
         ep_group.unmask(everyone)
         report.note(f"{name}_joint", ep_group.joint(everyone))
         ep_group.assert_nvlink(report, GpuReadings(), everyone, name, steps=20)

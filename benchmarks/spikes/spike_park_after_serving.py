@@ -1,123 +1,179 @@
 """Question 1: can a rank that has served be parked, after importing and exporting CUDA IPC memory?
 
-Each order of unmapping is tried with its own pair of ranks: joint replay, unmap, Buffer destroyed,
-CUDA checkpoint, the peer serves on, CUDA restore, fresh Buffer, rebind, connect, joint replay.
+Each way has its own pair of ranks: joint replay, unmap, Buffer destroyed, CUDA checkpoint,
+the peer serves on, CUDA restore, fresh Buffer, rebind, connect, joint replay. UCX keeps imported
+memory open in a cache of its own; the ways differ in that cache and in who unmaps first. Plain CUDA
+IPC without NIXL shows what is the driver's part, and the fallback is a restore from the image.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import ep_group
-from common import GpuReadings, Report, run_spike
+from common import GpuReadings, Report, SpikeError, run_spike
 from ep_group import EpPeer
-from rank_process import kill_all
+from rank_process import Rank, kill_all
 
 import snapshot
 
-CYCLES = 3
+GIB = 1 << 30
+UNCACHED = {"UCX_CUDA_IPC_CACHE": "n"}
+BOUNDED = {"UCX_CUDA_IPC_CACHE_MAX_REGIONS": "0"}  # an import is closed when its last user is gone
 
 
 def unmap(order: str, peer: EpPeer, leaver: EpPeer) -> None:
     """Take the leaver out; `leaver_first` leaves the peer's mapping open for now."""
-    if order == "both_then_destroy":
-        ep_group.disconnect([peer], [leaver])
-    elif order == "peer_then_destroy":
-        peer.call("disconnect", ranks=[leaver.number])
-    elif order == "leaver_first":
+    if order == "leaver_first":
         peer.call("set_masks", ranks=[leaver.number], masked=True)
         leaver.call("disconnect", ranks=[peer.number])
+    else:
+        ep_group.disconnect([peer], [leaver])
     leaver.call("drop")
-    if order == "all_destroyed":
-        peer.call("drop")
 
 
-def cycle(
-    report: Report, readings: GpuReadings, order: str, peer: EpPeer, leaver: EpPeer
-) -> tuple[dict[str, float], dict[str, object]]:
+def cycle(readings: GpuReadings, order: str, peer: EpPeer, leaver: EpPeer) -> dict[str, Any]:
     """One park and return of the leaver."""
-    serving_bytes = readings.used_bytes(leaver.gpu)
+    found: dict[str, Any] = {"serving_bytes": readings.used_bytes(leaver.gpu)}
     begin = time.perf_counter()
     unmap(order, peer, leaver)
-    unmap_s = time.perf_counter() - begin
-    timings = {"unmap_s": unmap_s, **snapshot.cuda_out(leaver.pid)}
-    parked_bytes = readings.used_bytes(leaver.gpu)
-    if order != "all_destroyed":
-        ep_group.alone(peer)
+    found["unmap_s"] = time.perf_counter() - begin
+    found |= snapshot.cuda_out(leaver.pid)
+    found["parked_bytes"] = readings.used_bytes(leaver.gpu)
+    ep_group.alone(peer)
     if order == "leaver_first":
         peer.call("disconnect", ranks=[leaver.number])
         ep_group.alone(peer)
     begin = time.perf_counter()
-    timings |= snapshot.cuda_in(leaver.pid)
-    if order == "all_destroyed":
-        peer.call("fresh", rank=peer.number)
-        peer.call("rebind")
+    found |= snapshot.cuda_in(leaver.pid)
     leaver.call("fresh", rank=leaver.number)
-    rebound = leaver.call("rebind")
+    leaver.call("route", world=[leaver.number])
+    leaver.call("rebind")
     ep_group.connect([leaver], [peer])
     ep_group.unmask([peer, leaver])
-    timings["back_s"] = time.perf_counter() - begin
-    result = ep_group.joint([peer, leaver])
-    memory = {"serving_bytes": serving_bytes, "parked_bytes": parked_bytes}
-    return timings, {**memory, "rebind": rebound, "joint": result}
+    found["back_s"] = time.perf_counter() - begin
+    found["phased"] = ep_group.phased([peer, leaver])
+    found["joint"] = ep_group.joint([peer, leaver])
+    return found
 
 
-def try_order(report: Report, order: str, cycles: int, env: dict[str, str]) -> None:
+def after_refusal(report: Report, name: str, leaver: EpPeer) -> None:
+    """Is the process still good for anything after the driver refused?"""
+    steps = [snapshot.cuda_state(leaver.pid)]
+    try:
+        snapshot.unlock(leaver.pid)
+        steps.append("unlocked")
+        leaver.call("fresh", rank=leaver.number, timeout_s=20)
+        leaver.call("rebind", timeout_s=20)
+        steps.append("serves alone again")
+    except SpikeError as error:
+        steps.append(str(error)[:200])
+    report.note(f"{name}_after_refusal", steps)
+
+
+def try_way(report: Report, name: str, order: str, cycles: int, env: dict[str, str]) -> None:
     """A pair of ranks that serves, then parks `cycles` times in one order of unmapping."""
     readings = GpuReadings()
-    peer, leaver = ep_group.start([0, 1], env=env)
+    peer, leaver = ep_group.start([0, 1], timeout_ms=1000, env=env)
+    done: list[dict[str, Any]] = []
     try:
         ep_group.capture_alone([peer, leaver])
         ep_group.connect([leaver], [peer])
         ep_group.unmask([peer, leaver])
-        report.note(f"{order}_before", ep_group.joint([peer, leaver], count=20))
-        lines = []
+        report.note(f"{name}_before", ep_group.joint([peer, leaver], count=20))
         for number in range(cycles):
-            timings, found = cycle(report, readings, order, peer, leaver)
-            lines.append(
-                timings | {key: value for key, value in found.items() if key.endswith("bytes")}
-            )
-            report.note(f"{order}_cycle{number}", {**timings, **found})
-        for key in lines[-1]:
-            values = sorted(float(line[key]) for line in lines)
-            report.metric(f"{order}_{key}", values[len(values) // 2])
+            done.append(cycle(readings, order, peer, leaver))
+            report.note(f"{name}_cycle{number}", done[-1])
+    except SpikeError as error:
+        if "checkpoint" in str(error):
+            after_refusal(report, name, leaver)
+        raise
     finally:
-        report.note(f"{order}_logs", [peer.log_tail(500), leaver.log_tail(500)])
+        report.metric(f"{name}_cycles", len(done))
+        for key in ("unmap_s", "checkpoint_s", "restore_s", "back_s", "parked_bytes"):
+            values = sorted(float(found[key]) for found in done)
+            report.metric(f"{name}_{key}", values[len(values) // 2] if values else None)
+        report.note(f"{name}_logs", [peer.log_tail(300), leaver.log_tail(300)])
         peer.kill()
         leaver.kill()
 
 
-def from_image(report: Report) -> None:
+def from_image(report: Report, name: str, cycles: int, env: dict[str, str]) -> None:
     """The fallback: the leaver exits, and comes back from the image taken before it ever served."""
-    peer, leaver = ep_group.start([0, 1], first_pid=20_000)
+    peer, leaver = ep_group.start([0, 1], timeout_ms=1000, first_pid=20_000, env=env)
     ep_group.capture_alone([peer, leaver])
     leaver.call("drop")
     image, timings = snapshot.to_image(leaver, snapshot.fresh_folder("/dev/shm"))
-    for number in range(2):
-        timings |= snapshot.from_image(leaver, Path(image))
-        begin = time.perf_counter()
-        leaver.call("fresh", rank=1)
-        leaver.call("rebind")
-        ep_group.connect([leaver], [peer])
-        ep_group.unmask([peer, leaver])
-        timings["join_s"] = time.perf_counter() - begin
-        report.note(f"image_joint{number}", ep_group.joint([peer, leaver], count=20))
-        ep_group.disconnect([peer], [leaver])
+    passed = 0
+    try:
+        for number in range(cycles):
+            timings |= snapshot.from_image(leaver, Path(image))
+            begin = time.perf_counter()
+            leaver.call("fresh", rank=1)
+            leaver.call("rebind")
+            ep_group.connect([leaver], [peer])
+            ep_group.unmask([peer, leaver])
+            timings["join_s"] = time.perf_counter() - begin
+            report.note(f"{name}_phased{number}", ep_group.phased([peer, leaver]))
+            report.note(f"{name}_joint{number}", ep_group.joint([peer, leaver], count=20))
+            ep_group.disconnect([peer], [leaver])
+            leaver.kill()
+            passed += 1
+    finally:
+        report.metric(f"{name}_cycles", passed)
+        for key, value in timings.items():
+            report.metric(f"{name}_{key}", value)
+        peer.kill()
         leaver.kill()
-    for key, value in timings.items():
-        report.metric(f"image_{key}", value)
+
+
+def ipc_round(first: Rank, second: Rank, seed: int, close: bool) -> None:
+    """`first` pushes into memory of `second` that it imported; every byte compared."""
+    first.call("ipc_open", handle=second.call("ipc_handle"))
+    first.call("fill", seed=seed)
+    second.call("poison")
+    first.call("ipc_push")
+    if second.call("compare", seed=seed):
+        raise SpikeError(f"plain IPC: wrong bytes from {first.tag} to {second.tag}")
+    if close:
+        first.call("ipc_close")
+
+
+def plain_ipc(report: Report, name: str, keep_open: bool) -> None:
+    """The driver alone: import and export, close, park, and again in both directions."""
+    peer, leaver = (
+        Rank("stream_rank.py", tag, gpu).wait_ready() for tag, gpu in (("p", 0), ("l", 1))
+    )
+    for rank in (peer, leaver):
+        rank.call("allocate", kind="malloc", size_bytes=GIB, chunk_bytes=GIB)
+    try:
+        ipc_round(leaver, peer, 1, close=not keep_open)
+        ipc_round(peer, leaver, 2, close=True)
+        leaver.call("release")
+        report.note(f"{name}_out", snapshot.cuda_out(leaver.pid))
+        report.note(f"{name}_in", snapshot.cuda_in(leaver.pid))
+        leaver.call("allocate", kind="malloc", size_bytes=GIB, chunk_bytes=GIB)
+        if keep_open:
+            leaver.call("ipc_push")
+        ipc_round(peer, leaver, 3, close=True)
+        ipc_round(leaver, peer, 4, close=True)
+    finally:
+        peer.kill()
+        leaver.kill()
 
 
 def body(report: Report) -> None:
-    """All orders, the fallback last."""
-    report.attempt("both_then_destroy", try_order, "both_then_destroy", CYCLES, {})
-    report.attempt("leaver_first", try_order, "leaver_first", 1, {})
-    report.attempt("peer_then_destroy", try_order, "peer_then_destroy", 1, {})
-    if not report.metrics["both_then_destroy_ok"]:
-        report.attempt("uncached", try_order, "both_then_destroy", 1, {"UCX_CUDA_IPC_CACHE": "n"})
-        report.attempt("all_destroyed", try_order, "all_destroyed", 1, {})
-    report.attempt("image", from_image)
+    """What the driver can, the ways of parking, the fallback."""
+    report.attempt("plain_ipc_closed", plain_ipc, "plain_ipc_closed", False)
+    report.attempt("plain_ipc_open", plain_ipc, "plain_ipc_open", True)
+    report.attempt("bounded", try_way, "bounded", "both_then_destroy", 3, BOUNDED)
+    report.attempt("uncached", try_way, "uncached", "both_then_destroy", 3, UNCACHED)
+    report.attempt("cached", try_way, "cached", "both_then_destroy", 1, {})
+    report.attempt("bounded_first", try_way, "bounded_first", "leaver_first", 1, BOUNDED)
+    report.attempt("image", from_image, "image", 2, {})
+    report.attempt("image_bounded", from_image, "image_bounded", 3, BOUNDED)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ def join_all(order: list[EpPeer], op: str) -> list[float]:
         seconds.append(time.perf_counter() - begin)
         if size > 2:
             ep_group.joint(present, op=op)  # still without the newcomer
-        ep_group.who_reaches_whom(order[:size], size)
         ep_group.unmask(order[:size])
         ep_group.joint(order[:size], op=op, seed=size)
     return seconds
@@ -68,7 +67,6 @@ def waiting_works(report: Report, peers: list[EpPeer]) -> None:
     """Can ranks that share a GPU wait for each other inside kernels?"""
     renew(peers)
     ep_group.connect(peers[1:], peers[:1])
-    report.note("reach", ep_group.who_reaches_whom(peers, 1))
     ep_group.unmask(peers)
     report.note("waiting_in_kernels", ep_group.joint(peers))
 

@@ -22,73 +22,74 @@ FIRST_PID = 12_000
 QUEUED = 3000
 
 
-def bring_up(joiners: list[EpPeer]) -> float:
-    """Fresh Buffers and rebound graphs on restored ranks."""
+def bring_up(ranks: list[EpPeer]) -> float:
+    """Fresh Buffers and rebound graphs."""
     begin = time.perf_counter()
-    for joiner in joiners:
-        joiner.call("fresh", rank=joiner.number)
-    call_all(list(joiners), "rebind")
+    for rank in ranks:
+        rank.call("fresh", rank=rank.number)
+        rank.call("route", world=[rank.number])
+    call_all(list(ranks), "rebind")
     return time.perf_counter() - begin
+
+
+def renew(ranks: list[EpPeer]) -> None:
+    """Everybody back to an unconnected Buffer, so that the parts do not disturb each other."""
+    call_all(list(ranks), "drop")
+    bring_up(ranks)
 
 
 def one_namespace(
     report: Report, retained: EpPeer, joiners: list[EpPeer], images: list[Path]
 ) -> None:
     """Restore both beside the retained rank and prove tokens and lanes."""
-    readings = GpuReadings()
     begin = time.perf_counter()
     for joiner, image in zip(joiners, images, strict=True):
         report.note(f"restore_{joiner.tag}", snapshot.from_image(joiner, image))
     report.metric("restore_two_in_turn_s", time.perf_counter() - begin)
     report.metric("fresh_and_rebind_two_s", bring_up(joiners))
+    everyone = [retained, *joiners]
+    report.attempt("three", three, retained, joiners)
+    renew(everyone)
+    report.attempt("restored_pair", pair, joiners[0], joiners[1], "restored_pair")
+    renew(everyone)
+    report.attempt("retained_pair", pair, retained, joiners[0], "retained_pair")
+    renew(everyone)
+    report.attempt("under_load", under_load, retained, joiners[0])
+    renew([retained])
+
+
+def three(report: Report, retained: EpPeer, joiners: list[EpPeer]) -> None:
+    """All three in one group, in steps of four turns: two of them share a GPU."""
     ep_group.alone(retained)
     seconds = ep_group.connect(joiners, [retained])
     report.metric("connect_worst_s", max(seconds))
     ep_group.alone(retained)
     everyone = [retained, *joiners]
-    report.note("reach", ep_group.who_reaches_whom(everyone, 1))
     ep_group.unmask(everyone)
     for seed in range(5):
-        report.note(f"phased_{seed}", ep_group.phased(everyone, seed=seed))
-    ep_group.disconnect([retained], joiners)
-    pair_without_retained(report, readings, joiners)
-    under_load(report, retained, joiners)
-    ep_group.connect(joiners, [retained])
-    ep_group.unmask(everyone)
-    report.attempt("three_waiting_in_kernels", three_waiting, everyone)
-    retained.call("drop")  # a step that timed out leaves stale counts in its Buffer
-    retained.call("fresh", rank=retained.number)
-    retained.call("rebind")
+        report.note(f"three_{seed}", ep_group.phased(everyone, seed=seed))
+    report.note("three_lanes", call_all(list(everyone), "lanes"))
 
 
-def three_waiting(report: Report, everyone: list[EpPeer]) -> None:
-    """The ordinary step, whose kernels wait for each other; two of the ranks share a GPU."""
-    report.note("three_waiting", ep_group.joint(everyone))
-
-
-def under_load(report: Report, retained: EpPeer, joiners: list[EpPeer]) -> None:
-    """Connect while the retained rank's graphs run: is it stalled, and are its tokens right?"""
-    ep_group.disconnect(joiners[:1], joiners[1:])
-    retained.call("route", world=[retained.number])
-    retained.call("queue", count=QUEUED)
-    seconds = ep_group.connect(joiners, [retained])
-    report.metric("connect_under_load_worst_s", max(seconds))
-    ep_group.alone(retained)
-    report.note("under_load_reach", ep_group.who_reaches_whom([retained, *joiners], 2))
-    everyone = [retained, joiners[0]]
-    ep_group.unmask(everyone)
-    report.note("under_load_joint", ep_group.joint(everyone))
-    ep_group.disconnect([retained], joiners)
-
-
-def pair_without_retained(report: Report, readings: GpuReadings, joiners: list[EpPeer]) -> None:
-    """Only the two restored ranks, so that every byte on the links is theirs."""
-    report.note("restored_pair", ep_group.joint(joiners))
-    found = ep_group.assert_nvlink(report, readings, joiners, "restored_pair")
+def pair(report: Report, first: EpPeer, second: EpPeer, name: str) -> None:
+    """Two ranks on two GPUs: ordinary steps, and every byte on the links is theirs."""
+    ep_group.connect([second], [first])
+    ep_group.unmask([first, second])
+    for seed in range(5):
+        report.note(f"{name}_{seed}", ep_group.joint([first, second], seed=seed))
+    found = ep_group.assert_nvlink(report, GpuReadings(), [first, second], name)
     if found["nvlink_bytes"] is not None and found["nvlink_bytes"] < 1e6:
         raise SpikeError(f"no bytes on the links: {found}")
-    if not all(any(lane) for lane in found["lanes"]):
-        raise SpikeError(f"a peer is not mapped: {found}")
+
+
+def under_load(report: Report, retained: EpPeer, joiner: EpPeer) -> None:
+    """Connect while the retained rank's graphs run: is it stalled, and are its tokens right?"""
+    retained.call("queue", count=QUEUED)
+    seconds = ep_group.connect([joiner], [retained])
+    report.metric("connect_under_load_s", max(seconds))
+    ep_group.alone(retained)
+    ep_group.unmask([retained, joiner])
+    report.note("under_load_joint", ep_group.joint([retained, joiner]))
 
 
 def two_namespaces(
@@ -105,7 +106,6 @@ def two_namespaces(
         ep_group.connect(joiners, [retained], timeout_s=25)
         everyone = [retained, *joiners]
         ep_group.unmask(everyone)
-        report.note("namespaces_reach", ep_group.who_reaches_whom(everyone, 3))
         report.note("namespaces_phased", ep_group.phased(everyone))
     finally:
         report.note("namespace_logs", [rank.log_tail(700) for rank in (retained, *joiners)])

@@ -30,7 +30,7 @@ class StreamRank:
         self.bounce: torch.Tensor | None = None
         self.registered: Any = None
         self.peer = ""
-        self.address = self.size_bytes = self.chunk_bytes = 0
+        self.address = self.size_bytes = self.chunk_bytes = self.ipc_address = 0
 
     # -- memory --------------------------------------------------------------------------------
     def reserve(self, size_bytes: int) -> str:
@@ -193,6 +193,29 @@ class StreamRank:
         return {"rates": rates}
 
     # -- staging -------------------------------------------------------------------------------
+    def ipc_handle(self) -> str:
+        """Export the memory as plain CUDA IPC."""
+        handle = check(driver.cuIpcGetMemHandle(self._memory().data_ptr()))
+        return bytes(handle.reserved).hex()
+
+    def ipc_open(self, handle: str) -> str:
+        """Import a peer's plain CUDA IPC memory."""
+        opened = driver.CUipcMemHandle()
+        opened.reserved = bytes.fromhex(handle)
+        flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        self.ipc_address = int(check(driver.cuIpcOpenMemHandle(opened, int(flag))))
+        return hex(self.ipc_address)
+
+    def ipc_push(self) -> None:
+        """Copy the own memory into the imported one."""
+        source = self._memory()
+        check(driver.cuMemcpyDtoD(self.ipc_address, source.data_ptr(), self.size_bytes))
+        torch.cuda.synchronize()
+
+    def ipc_close(self) -> None:
+        """Close the import."""
+        check(driver.cuIpcCloseMemHandle(self.ipc_address))
+
     def facts(self) -> dict[str, Any]:
         """What this GPU says about sharing."""
         torch.cuda.synchronize()

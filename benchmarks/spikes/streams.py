@@ -109,21 +109,30 @@ def run_case(report: Report, readings: GpuReadings, case: Case, source: Rank, si
         rank.call("release")
 
 
+def attempt_case(
+    report: Report, readings: GpuReadings, case: Case, source: Rank, sink: Rank
+) -> bool:
+    """One case whose failure is an answer."""
+    if report.attempt(case.name, run_case, readings, case, source, sink):
+        return True
+    report.note(f"{case.name}_logs", [rank.log_tail(400) for rank in (source, sink)])
+    return False
+
+
 def run_cases(report: Report, cases: list[Case], make: Callable[[], tuple[Rank, Rank]]) -> None:
     """All cases; a pair that failed or hung is replaced by a new one."""
     readings = GpuReadings()
     pair: tuple[Rank, Rank] | None = None
     for case in cases:
-        pair = pair or make()
-        if not report.attempt(
-            case.name, lambda _, c=case, p=pair: run_case(report, readings, c, *p)
-        ):
-            report.note(f"{case.name}_logs", [rank.log_tail(400) for rank in pair])
+        if pair is None:
+            pair = make()
+        if not attempt_case(report, readings, case, pair[0], pair[1]):
             for rank in pair:
                 rank.kill()
             pair = None
-    for rank in pair or ():
-        rank.kill()
+    if pair is not None:
+        for rank in pair:
+            rank.kill()
 
 
 def mapped_copy(
@@ -147,7 +156,7 @@ def mapped_copy(
     owner.receive(posted)
     report.metric(f"{name}_import_s", import_s)
     source.call("fill", seed=len(name))
-    for streams in (1, 2, 4):
+    for streams in (1, 4):
         sink.call("poison")
         crossed, done = readings.nvlink_during(
             source.gpu,
