@@ -43,9 +43,10 @@ def handlers(engine: Engine) -> dict[str, Handler]:
 
 
 def _handler(name: str, method: Callable[..., Awaitable[Any]]) -> Handler:
-    # Types are those of the protocol, whatever the engine's own annotations are.
-    hints = get_type_hints(getattr(Engine, name))
-    names = [n for n in inspect.signature(getattr(Engine, name)).parameters if n != "self"]
+    # Names and types are those of the protocol, whatever the engine's own annotations are.
+    call = getattr(Engine, name)
+    hints = get_type_hints(call)
+    names = [n for n in inspect.signature(call).parameters if n != "self"]
 
     async def handle(params: dict[str, Any]) -> Any:
         unknown = set(params) ^ set(names)
@@ -55,15 +56,9 @@ def _handler(name: str, method: Callable[..., Awaitable[Any]]) -> Handler:
             values = {n: msgspec.convert(params[n], hints[n], str_keys=True) for n in names}
         except msgspec.ValidationError as exc:
             raise EngineError(f"{name}: {exc}") from exc
-        return msgspec.to_builtins(await _call(method, names, values), str_keys=True)
+        return msgspec.to_builtins(await method(**values), str_keys=True)
 
     return handle
-
-
-async def _call(
-    method: Callable[..., Awaitable[Any]], names: list[str], values: dict[str, Any]
-) -> Any:
-    return await method(**{n: values[n] for n in names})
 
 
 async def lines(steps: AsyncIterator[list[Any]]) -> AsyncIterator[Any]:

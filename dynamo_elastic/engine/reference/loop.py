@@ -1,21 +1,20 @@
 """The step loop: one rank in lockstep with its group, from step to step and from epoch to epoch.
 
-It owns the main thread. Other threads hand it functions with call(), which run between two steps.
+It owns the main thread. Other threads put functions into `calls`, which run between two steps.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynamo_elastic.engine.base import EngineState, Finish, Output, Request, SwitchReport
+from dynamo_elastic.engine.reference.calls import CallQueue
 from dynamo_elastic.engine.reference.experts import ExpertStep, LocalExperts
 from dynamo_elastic.engine.reference.kv import KvCache
 from dynamo_elastic.engine.reference.membership import (
@@ -29,12 +28,10 @@ from dynamo_elastic.engine.reference.membership import (
 from dynamo_elastic.engine.reference.model import Model
 from dynamo_elastic.engine.reference.sampling import sample
 from dynamo_elastic.engine.reference.scheduler import Batch, Chunk, Scheduler
-from dynamo_elastic.errors import ElasticError, EngineError, PeerLost
+from dynamo_elastic.errors import EngineError, PeerLost
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.topology import Topology
 from dynamo_elastic.types import Epoch, Rank
-
-T = TypeVar("T")
 
 IDLE_S = 0.01
 """How long an idle rank waits for something to do before the next round."""
@@ -66,12 +63,13 @@ class StepLoop:
         self.step = 0
         self.draining = False
         self.scheduler = scheduler
+        self.calls = CallQueue()
+        """What other threads have run here, between two steps."""
         self._model = model
         self._cache = cache
         self._local = local
         self._emit = emit
         self._peer_timeout_s = peer_timeout_s
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._switched: dict[Epoch, Future[SwitchReport]] = {}
         self._go = False
         self._commit = Epoch(0)
@@ -85,33 +83,16 @@ class StepLoop:
             return EngineState.JOINING
         return EngineState.LEFT if self.old is not None else EngineState.ATTACHED
 
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` in the loop's thread, between two steps. ElasticErrors go to the caller;
-        anything else is a fault of this program and ends it."""
-        future: Future[T] = Future()
-        self._calls.put((function, future))
-        return future
-
     def run(self) -> None:
         """Step for ever."""
         while True:
-            self.take_calls()
+            # An idle rank waits for something to come; a busy one takes what is there.
+            busy = self._go or self._commit or self.scheduler.busy
+            self.calls.run(wait_s=0.0 if self.current is not None and busy else IDLE_S)
             try:
                 self.round()
             except PeerLost:
                 self._step_out("its group was closed")
-
-    def take_calls(self) -> None:
-        """Run what call() was given; an idle rank waits a moment for something to come."""
-        active = self.current is not None and (self._go or self._commit or self.scheduler.busy)
-        timeout_s = 0.0 if active else IDLE_S
-        try:
-            function, future = self._calls.get(timeout_s > 0, timeout_s)
-            while True:
-                _run(function, future)
-                function, future = self._calls.get_nowait()
-        except queue.Empty:
-            return
 
     def round(self) -> None:
         """One round of the group in force: hear what all say, then do what was announced. Raises
@@ -249,7 +230,7 @@ class StepLoop:
             future.set_running_or_notify_cancel()
         return future
 
-    # What follows is run through call().
+    # What follows is run through `calls`.
 
     def submit(self, request: Request) -> None:
         """Queue a generation. Raises EngineError if this rank takes none."""
@@ -316,17 +297,6 @@ class StepLoop:
         if self.old is not None and self.old.epoch < epoch:
             self.old.group.close()
             self.old = None
-
-
-def _run(function: Callable[[], Any], future: Future[Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = function()
-    except ElasticError as exc:
-        future.set_exception(exc)
-    else:
-        future.set_result(result)
 
 
 def _sample(chunk: Chunk, logits: NDArray[np.float32]) -> int:

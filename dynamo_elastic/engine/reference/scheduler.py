@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from dynamo_elastic.engine.base import Finish, Output, Request
-from dynamo_elastic.engine.reference.kv import BLOCK_TOKENS, BlockPool, blocks_for
+from dynamo_elastic.engine.reference.kv import BlockPool, blocks_for
 from dynamo_elastic.engine.reference.model import Row, TileSize
 from dynamo_elastic.errors import EngineError
 
@@ -214,6 +214,3 @@ def _finish(sequence: Sequence, token: int) -> Finish | None:
 def least_blocks(tile: TileSize) -> int:
     """The KV blocks with which one sequence of any legal length runs to its end."""
     return blocks_for(tile.max_context)
-
-
-__all__ = ["BLOCK_TOKENS", "Batch", "Chunk", "Scheduler", "Sequence", "least_blocks"]

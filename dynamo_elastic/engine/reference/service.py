@@ -54,7 +54,7 @@ class ReferenceEngine:
 
     async def _in_loop(self, function: Callable[[], T]) -> T:
         try:
-            future = asyncio.wrap_future(self._loop.call(function))
+            future = asyncio.wrap_future(self._loop.calls.put(function))
             return await asyncio.wait_for(future, _LOOP_TIMEOUT_S)
         except TimeoutError as exc:
             raise EngineError("the step loop is stuck in a step") from exc

@@ -271,9 +271,9 @@ def test_a_rank_that_its_peers_masked_steps_out(bench: Bench) -> None:
 
 
 def test_calls_run_between_steps_and_report_errors(bench: Bench) -> None:
-    good: Future[int] = bench.loop.call(lambda: 7)
-    bad: Future[None] = bench.loop.call(lambda: bench.loop.decide(Epoch(9)))
-    bench.loop.take_calls()
+    good: Future[int] = bench.loop.calls.put(lambda: 7)
+    bad: Future[None] = bench.loop.calls.put(lambda: bench.loop.decide(Epoch(9)))
+    bench.loop.calls.run(wait_s=0.0)
     assert good.result(0) == 7
     with pytest.raises(EngineError):
         bad.result(0)
