@@ -14,6 +14,7 @@ from dynamo_elastic.errors import ResourceMissing
 from dynamo_elastic.snapshot import namespace_init
 from dynamo_elastic.snapshot.base import Command
 from dynamo_elastic.snapshot.process import (
+    PROC,
     ProcessRef,
     alive,
     children_of,
@@ -96,8 +97,10 @@ class PidNamespace:
         )
 
     def processes(self) -> tuple[ProcessRef, ...]:
-        """The children of the first process: engines, and what outlived its parent."""
-        found = (identify(child) for child in children_of(self.init.pid))
+        """All that runs inside, but for the first process."""
+        inside = _namespace_of(self.init.pid)
+        pids = [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]
+        found = (identify(p) for p in pids if p != self.init.pid and _namespace_of(p) == inside)
         return tuple(process for process in found if process is not None)
 
     def view(self, path: Path) -> Path:
@@ -137,6 +140,13 @@ def create_namespace(binds: Mapping[Path, Path] | None = None) -> PidNamespace:
             "the namespace's first process ended at once", remedy="see the kernel log"
         )
     return PidNamespace(init)
+
+
+def _namespace_of(pid: int) -> str:
+    try:
+        return os.readlink(PROC / str(pid) / "ns" / "pid")
+    except OSError:
+        return ""
 
 
 def _namespace_pid_or_0(pid: int) -> int:

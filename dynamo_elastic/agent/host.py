@@ -16,7 +16,7 @@ from dynamo_elastic.engine.base import ATTACH_FILE
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.snapshot.base import PIDS_PER_SLOT, Namespace, first_pid
 from dynamo_elastic.snapshot.namespace import HostNamespace, PidNamespace, create_namespace
-from dynamo_elastic.snapshot.process import ProcessRef, alive, kill_and_wait
+from dynamo_elastic.snapshot.process import ProcessRef, alive, kill_tree, session_of
 
 LOCK_FILE = "agent.lock"
 NAMESPACE_FILE = "namespace.json"
@@ -57,11 +57,14 @@ class Host:
             self.namespace.move_cursor(self.cursor)
 
     def end_strays(self, keep: frozenset[ProcessRef]) -> None:
-        """Kill what runs in the namespace and is none of `keep`: starts that a dead agent left."""
-        if isinstance(self.namespace, PidNamespace):
-            for process in self.namespace.processes():
-                if process not in keep:
-                    kill_and_wait(process, timeout_s=_END_TIMEOUT_S)
+        """Kill what runs in the namespace and belongs to none of `keep`: starts, or restores still
+        under way, that a dead agent left."""
+        if not isinstance(self.namespace, PidNamespace):
+            return
+        sessions = {process.pid for process in keep}
+        for process in self.namespace.processes():
+            if session_of(process.pid) not in sessions:
+                kill_tree(process.pid, timeout_s=_END_TIMEOUT_S)
 
 
 def lock_state(config: DeploymentConfig) -> IO[str]:

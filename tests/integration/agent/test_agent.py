@@ -18,15 +18,18 @@ import pytest
 
 from dynamo_elastic.agent.base import StartedEngine, Tier
 from dynamo_elastic.agent.client import AgentClient
+from dynamo_elastic.agent.host import close_host, open_host
 from dynamo_elastic.agent.images import Images, NoImages, images_or_reason
 from dynamo_elastic.agent.server import AgentServer
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.failpoints import KILL_ONCE_DIR
 from dynamo_elastic.ipc import RpcClient, wait_for_socket
+from dynamo_elastic.snapshot.base import Command
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.criu import Criu
-from dynamo_elastic.snapshot.process import alive, identify, namespace_pid
+from dynamo_elastic.snapshot.namespace import PidNamespace
+from dynamo_elastic.snapshot.process import alive, identify, namespace_pid, session_of
 from dynamo_elastic.testing.deployments import asyncio_test, deployment, standin_argv
 from dynamo_elastic.types import Epoch, OperationId, WorkerId
 
@@ -71,6 +74,10 @@ async def until(holds: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.005)
     raise AssertionError("did not come about in 5 s")
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    asyncio.run(until(holds))
 
 
 async def ask(engine: StartedEngine, name: str) -> Any:
@@ -180,19 +187,34 @@ async def test_successor_of_a_killed_agent_adopts(config: DeploymentConfig) -> N
         assert second.wait(timeout=10) == 0
 
 
+@pytest.mark.root
+def test_strays_are_ended_and_an_engine_with_its_children_is_not(config: DeploymentConfig) -> None:
+    config.state_dir.mkdir(parents=True)
+    host = open_host(config)
+    try:
+        log = config.state_dir / "log"
+        argv = ("/bin/sh", "-c", "sleep 600 & wait")
+        engine, stray = (host.namespace.spawn(Command(argv, {}, log)) for _ in range(2))
+        # Neither is a restore that goes on: its CRIU has its parent outside.
+        entered = subprocess.Popen(host.namespace.enter(["sleep", "600"]))
+        namespace = host.namespace
+        assert isinstance(namespace, PidNamespace)
+        wait_until(lambda: len(namespace.processes()) == 5)
+        host.end_strays(frozenset({engine}))
+        assert not alive(stray)
+        assert entered.wait(timeout=5) == -signal.SIGKILL
+        left = namespace.processes()
+        assert engine in left
+        assert {session_of(process.pid) for process in left} == {engine.pid}
+        assert len(left) == 2
+    finally:
+        close_host(config, host)
+
+
 def spawn_agent(config: DeploymentConfig) -> subprocess.Popen[bytes]:
-    code = (
-        "import asyncio, sys\n"
-        "from pathlib import Path\n"
-        "from dynamo_elastic.agent.images import NoImages\n"
-        "from dynamo_elastic.agent.main import serve\n"
-        "from dynamo_elastic.testing.deployments import deployment, standin_argv\n"
-        "config = deployment(Path(sys.argv[1]))\n"
-        "argv = standin_argv('--mb', '4')\n"
-        "asyncio.run(serve(config, NoImages('none made'), argv))\n"
-    )
     config.agent_socket.unlink(missing_ok=True)
-    return subprocess.Popen([sys.executable, "-c", code, str(config.run_dir.parent)])
+    module = "dynamo_elastic.testing.standin_agent"
+    return subprocess.Popen([sys.executable, "-m", module, str(config.run_dir.parent)])
 
 
 @pytest.fixture
