@@ -24,8 +24,15 @@ from dynamo_elastic.errors import EngineError, EngineGone, RegistrationFailed, S
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.phases import Step
 from dynamo_elastic.topology import ExpertMove, Topology
-from dynamo_elastic.types import NO_INCARNATION, Epoch, Incarnation, Rank, WorkerId
+from dynamo_elastic.types import (
+    NO_INCARNATION,
+    Epoch,
+    Incarnation,
+    Rank,
+    WorkerId,
+)
 from dynamo_elastic.worker.base import ShellParts
+from dynamo_elastic.worker.engine_slot import EngineSlot
 from dynamo_elastic.worker.presence import Presence
 from dynamo_elastic.worker.requests import RequestDesk
 
@@ -45,16 +52,13 @@ class Participant:
     """Runs the steps that the coordinator commands, on this shell's engine, agent and instance.
 
     Steps come one at a time; a step that fails raises, and what it left behind is undone by ABORT.
-    Owns the engine's client and the task that reads its outputs.
     """
 
     def __init__(self, parts: ShellParts, presence: Presence, desk: RequestDesk) -> None:
         self._parts = parts
         self._presence = presence
         self._desk = desk
-        self._engine: Engine | None = None
-        self._starting: asyncio.Task[StartedEngine] | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._slot = EngineSlot(parts, self._read)
         self._registrar_lock = asyncio.Lock()
         self._seated = False  # a topology in force has had this engine
         self._steps: dict[Step, Callable[[CommandRecord], Awaitable[Payload]]] = {
@@ -77,10 +81,6 @@ class Participant:
             Step.ABORT: self.abort,
         }
 
-    @property
-    def engine(self) -> Engine | None:
-        return self._engine
-
     async def run(self, command: CommandRecord) -> Payload:
         """Run one step; returns what its acknowledgement carries. Raises ElasticError, or
         ValueError if the payload is not what the step needs."""
@@ -99,21 +99,12 @@ class Participant:
 
     async def restore(self, command: CommandRecord) -> Payload:
         """An attached engine of this operation; asked again, the same one."""
-        if self._starting is None:
-            await self._presence.move(MemberState.JOINING)
-            start = self._parts.agent.start_engine(
-                self._parts.slot,
-                self._parts.worker_id,
-                command.operation_id,
-                command.epoch,
-                timeout_s=command.deadline_s,
-            )
-            self._starting = asyncio.create_task(start)
-        # Shielded: a start that outlives its command must be known, to be undone by ABORT.
-        started = await asyncio.shield(self._starting)
-        if self._engine is None:
-            self._engine = self._parts.connect(started.socket_path)
-            self._reader = asyncio.create_task(self._read(self._engine, started.incarnation))
+        if self._slot.holds_other(command.operation_id):
+            await self._release()
+        await self._presence.move(MemberState.JOINING)
+        started = await self._slot.start(
+            command.operation_id, command.epoch, timeout_s=command.deadline_s
+        )
         await self._presence.move(MemberState.JOINING, started.incarnation)
         return {
             "incarnation": started.incarnation,
@@ -211,20 +202,18 @@ class Participant:
         epoch = Epoch(int(command.payload["epoch"]))
         if self._presence.state is MemberState.JOINING:
             await self._release()
-        elif self._engine is not None and not self._lost:
-            await self._engine.abort_epoch(epoch)
+        elif self._slot.engine is not None and not self._lost:
+            await self._slot.engine.abort_epoch(epoch)
             if self._presence.state is MemberState.LEAVING:
-                await self._engine.readmit()
-                await self._register(await self._in_force())
-                await self._presence.move(MemberState.SERVING)
-            await self._engine.freeze(False)
+                await self._stay(await self._in_force())
+            await self._slot.engine.freeze(False)
         await self._presence.drop_endpoint()
         return {}
 
     async def decided(self, topology: Topology) -> None:
         """`topology` is in force: a member's engine may switch to its epoch. Raises EngineError."""
-        if self._engine is not None and topology.rank_of(self._parts.worker_id) is not None:
-            await self._engine.decide(topology.epoch)
+        if self._slot.engine is not None and topology.rank_of(self._parts.worker_id) is not None:
+            await self._slot.engine.decide(topology.epoch)
 
     async def follow(self, topology: Topology) -> None:
         """Give up the engine if `topology`, which is in force, has no place for it any more.
@@ -238,11 +227,19 @@ class Participant:
             await self._release()
 
     async def resume(self) -> None:
-        """After a new session: serve on if the topology in force still has this engine."""
+        """After a new session: serve on if the topology in force still has this engine.
+
+        The operation that it may have been leaving in has given it up: if that is to have its
+        rank, it evicts it.
+        """
         topology = await self._in_force()
         if not self._placed(topology):
             await self._release()
-        elif self._presence.state is MemberState.SERVING and not self._lost:
+        elif self._lost:
+            return
+        elif self._presence.state is MemberState.LEAVING:
+            await self._stay(topology)
+        elif self._presence.state is MemberState.SERVING:
             await self._register(topology)
 
     async def suspend(self) -> None:
@@ -256,10 +253,10 @@ class Participant:
 
     async def load(self) -> Load | None:
         """How busy the engine is; None without one that answers."""
-        if self._engine is None or self._lost:
+        if self._slot.engine is None or self._lost:
             return None
         try:
-            status = await self._engine.status()
+            status = await self._slot.engine.status()
         except EngineError:
             return None
         return Load(status.running, status.waiting, status.kv_blocks_used * KV_BLOCK_TOKENS)
@@ -272,13 +269,7 @@ class Participant:
 
     async def close(self) -> None:
         """Let go of the engine, which lives on. Idempotent."""
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-            self._reader = None
-        if self._engine is not None:
-            await self._engine.close()
-            self._engine = None
+        await self._slot.close()
 
     @property
     def _lost(self) -> str:
@@ -290,7 +281,7 @@ class Participant:
     def _placed(self, topology: Topology) -> bool:
         """True if `topology` has this engine. A member without incarnation is any engine's."""
         rank = topology.rank_of(self._parts.worker_id)
-        if rank is None or self._engine is None:
+        if rank is None or self._slot.engine is None:
             return False
         return topology.members[rank].incarnation in (NO_INCARNATION, self._incarnation)
 
@@ -299,11 +290,11 @@ class Participant:
         return self._presence.record.incarnation
 
     def _attached(self) -> Engine:
-        if self._engine is None:
+        if self._slot.engine is None:
             raise EngineError("this shell has no engine")
         if self._lost:
             raise EngineGone(self._lost)
-        return self._engine
+        return self._slot.engine
 
     def _rank(self, topology: Topology) -> Rank:
         rank = topology.rank_of(self._parts.worker_id)
@@ -320,6 +311,12 @@ class Participant:
         self._desk.open(self._attached())
         async with self._registrar_lock:
             return await self._parts.registrar.register(data)
+
+    async def _stay(self, topology: Topology) -> None:
+        """Undo DRAIN."""
+        await self._attached().readmit()
+        await self._register(topology)
+        await self._presence.move(MemberState.SERVING)
 
     async def _in_force(self) -> Topology:
         stored = await self._parts.store.get(self._parts.keys.topology)
@@ -342,23 +339,17 @@ class Participant:
     async def _release(self) -> None:
         """No instance, no engine, on standby. Waits for a start under way, to end it as well."""
         await self.suspend()
-        await self.close()
-        if self._starting is not None:
-            await asyncio.gather(asyncio.shield(self._starting), return_exceptions=True)
-            self._starting = None
-        for slot in await self._parts.agent.slots():
-            if slot.slot == self._parts.slot and slot.incarnation:
-                await self._parts.agent.stop_engine(slot.slot, slot.incarnation)
+        await self._slot.end()
         self._seated = False
         await self._presence.drop_endpoint()
         await self._presence.move(MemberState.STANDBY)
 
-    async def _read(self, engine: Engine, incarnation: Incarnation) -> None:
+    async def _read(self, engine: Engine, started: StartedEngine) -> None:
         """Hand out the engine's outputs; when it is gone, say so and send its requests on."""
         try:
             await self._desk.pump(engine)
         except EngineGone as exc:
-            log.error("engine %s is gone: %s", incarnation, exc)
+            log.error("engine %s is gone: %s", started.incarnation, exc)
             # Without a session the record goes out with the next one.
             with suppress(SessionLost):
                 await asyncio.gather(self.suspend(), self._presence.lose(str(exc)))

@@ -30,7 +30,14 @@ from dynamo_elastic.testing.engine import DENSE_DIGESTS, FakeEngine
 from dynamo_elastic.testing.store import FakeStore
 from dynamo_elastic.testing.virtual_time import run
 from dynamo_elastic.topology import Member, Topology
-from dynamo_elastic.types import Epoch, FencingToken, Incarnation, OperationId, WorkerId
+from dynamo_elastic.types import (
+    Epoch,
+    FencingToken,
+    Incarnation,
+    LeaseId,
+    OperationId,
+    WorkerId,
+)
 from dynamo_elastic.worker.base import ShellParts
 from dynamo_elastic.worker.participant import Participant
 from dynamo_elastic.worker.presence import Presence, check_member_move
@@ -76,6 +83,7 @@ class Bench:
         self.desk = RequestDesk(100)
         self.participant = Participant(parts, self.presence, self.desk)
         self.shell = Shell(parts, self.presence, self.participant, lease_ttl_s=TTL_S)
+        self.operation_id = OperationId("op")
         self.seq = 0
 
     def _boot(self, slot: int, incarnation: Incarnation) -> str:
@@ -98,6 +106,11 @@ class Bench:
     def state(self) -> MemberState:
         return self.member.state
 
+    def shell_lease(self) -> LeaseId:
+        """The lease that the member key is on."""
+        key = KEYS.member(ME)
+        return next(id_ for id_, lease in self.store._leases.items() if key in lease.keys)
+
     def topology(self, epoch: int, *, me: bool = True) -> Topology:
         incarnation = self.engine.incarnation if self.engines else Incarnation("")
         mine = (Member(ME, incarnation, (0,)),) if me else ()
@@ -117,7 +130,7 @@ class Bench:
             "digests": DENSE_DIGESTS,
         }
         command = CommandRecord(
-            *(OperationId("op"), Epoch(1), FencingToken(token), self.seq, step, deadline_s),
+            *(self.operation_id, Epoch(1), FencingToken(token), self.seq, step, deadline_s),
             payload
             | {"epoch": 1, "short_tokens": 0, "timeout_s": 1.0, "digests": DENSE_DIGESTS}
             | more,
@@ -261,6 +274,16 @@ async def test_an_aborted_joiner_is_on_standby_again(bench: Bench) -> None:
 
 
 @scenario
+async def test_another_operation_gets_an_engine_of_its_own(bench: Bench) -> None:
+    await bench.must(Step.RESTORE, Step.RESTORE)
+    first = bench.member.incarnation
+    bench.operation_id = OperationId("next")
+    await bench.must(Step.RESTORE)
+    assert bench.member.incarnation not in (first, "")
+    assert len(bench.engines) == 2
+
+
+@scenario
 async def test_an_aborted_retained_rank_serves_on(bench: Bench) -> None:
     await bench.join()
     await bench.must(Step.FREEZE, Step.ABORT)
@@ -324,6 +347,19 @@ async def test_a_lost_session_is_followed_by_a_new_one(bench: Bench) -> None:
     await asyncio.sleep(2.0)
     assert bench.state() is MemberState.SERVING
     assert bench.registrar.data is not None
+
+
+@scenario
+async def test_a_leaver_that_loses_its_session_stays_until_it_is_evicted(bench: Bench) -> None:
+    await bench.join()
+    await bench.must(Step.DRAIN)
+    bench.store.expire(bench.shell_lease())
+    await asyncio.sleep(2 * TTL_S)
+    assert bench.state() is MemberState.SERVING
+    assert not bench.engine.draining
+    await bench.commit(bench.topology(2, me=False))
+    await asyncio.sleep(1.0)
+    assert bench.state() is MemberState.STANDBY
 
 
 @scenario
