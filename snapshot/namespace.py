@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo_elastic.errors import ResourceMissing
+from dynamo_elastic.errors import EngineError, ResourceMissing
 from dynamo_elastic.snapshot import namespace_init
 from dynamo_elastic.snapshot.base import Command
 from dynamo_elastic.snapshot.process import (
@@ -46,15 +46,18 @@ def _launch_argv(command: Command, last_pid: int | None) -> list[str]:
 
 
 def _run(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    done = subprocess.run(
-        list(argv),
-        env=dict(environment) if environment is not None else None,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_ENTER_TIMEOUT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            list(argv),
+            env=dict(environment) if environment is not None else None,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_ENTER_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise EngineError(f"{argv[0]} did not end in {_ENTER_TIMEOUT_S:g} s") from exc
     if done.returncode != 0:
         raise ResourceMissing(
             f"{argv[0]} failed: {done.stderr.strip() or done.returncode}",
