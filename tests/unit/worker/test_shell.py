@@ -260,7 +260,8 @@ async def test_a_newer_command_takes_the_place_of_one_that_hangs(bench: Bench) -
     await bench.must(Step.RESTORE, Step.OPEN)
     await bench.send(Step.CONNECT, deadline_s=1000.0)
     await asyncio.sleep(1.0)
-    assert (await bench.command(Step.ABORT)).status is AckStatus.DONE
+    async with asyncio.timeout(5.0):
+        assert (await bench.command(Step.ABORT)).status is AckStatus.DONE
     assert bench.state() is MemberState.STANDBY
 
 
@@ -281,6 +282,14 @@ async def test_another_operation_gets_an_engine_of_its_own(bench: Bench) -> None
     await bench.must(Step.RESTORE)
     assert bench.member.incarnation not in (first, "")
     assert len(bench.engines) == 2
+
+
+@scenario
+async def test_a_rank_has_one_endpoint_at_a_time(bench: Bench) -> None:
+    await bench.must(Step.RESTORE, Step.OPEN)
+    await bench.command(Step.OPEN, topology=to_json(bench.topology(2)))
+    assert KEYS.endpoint(Epoch(1), ME) not in bench.store.data
+    assert KEYS.endpoint(Epoch(2), ME) in bench.store.data
 
 
 @scenario
