@@ -92,7 +92,8 @@ class FrontendConfig(_Section):
     enabled: bool = True
     host: str = "127.0.0.1"
     port: Port = 8000
-    migration_limit: int = Field(default=3, ge=0)
+    migration_limit: int = Field(default=10, ge=0)
+    """How often a stream may move to another rank over its life, scale-downs and deaths alike."""
 
 
 class PlannerConfig(_Section):
