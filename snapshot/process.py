@@ -112,7 +112,8 @@ def kill_tree(pid: int, *, timeout_s: float) -> None:
         process = identify(todo.pop())
         if process is None:
             continue
-        # Stopped, it starts no more children; those that it has are found next.
+        # Stopped, it starts no more children; those that it has are found next. (Only where the
+        # whole tree is ended: nsenter stops itself when its child is stopped.)
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGSTOP)
         tree.append(process)

@@ -16,7 +16,7 @@ from dynamo_elastic.engine.base import ATTACH_FILE
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.snapshot.base import PIDS_PER_SLOT, Namespace, first_pid
 from dynamo_elastic.snapshot.namespace import HostNamespace, PidNamespace, create_namespace
-from dynamo_elastic.snapshot.process import ProcessRef, alive, kill_tree, session_of
+from dynamo_elastic.snapshot.process import ProcessRef, alive, kill_and_wait, session_of
 
 LOCK_FILE = "agent.lock"
 NAMESPACE_FILE = "namespace.json"
@@ -62,9 +62,14 @@ class Host:
         if not isinstance(self.namespace, PidNamespace):
             return
         sessions = {process.pid for process in keep}
-        for process in self.namespace.processes():
-            if session_of(process.pid) not in sessions:
-                kill_tree(process.pid, timeout_s=_END_TIMEOUT_S)
+        # Again until there are none: one that is killed may just have started another.
+        while strays := [
+            process
+            for process in self.namespace.processes()
+            if session_of(process.pid) not in sessions
+        ]:
+            for process in strays:
+                kill_and_wait(process, timeout_s=_END_TIMEOUT_S)
 
 
 def lock_state(config: DeploymentConfig) -> IO[str]:
