@@ -29,6 +29,10 @@ class SpikeError(RuntimeError):
     """An experiment could not go on; the message says at which step."""
 
 
+class OutOfTime(RuntimeError):
+    """The whole spike is over; unlike a SpikeError it ends every part."""
+
+
 def timed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
     """Run `call` and return (seconds, its value)."""
     begin = time.perf_counter()
@@ -165,7 +169,7 @@ class GpuReadings:
 
 
 def _out_of_time(signum: int, frame: FrameType | None) -> None:
-    raise SpikeError("the spike's own deadline passed")
+    raise OutOfTime("the spike's own deadline passed")
 
 
 def run_spike(name: str, body: Callable[[Report], None], cleanup: Callable[[], None]) -> None:

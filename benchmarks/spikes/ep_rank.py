@@ -106,9 +106,7 @@ class EpRank(EpSteps):
         begin = time.perf_counter()
         probe = self._probe(extras)
         probe_s = time.perf_counter() - begin
-        table = graph_patch.substitutions(
-            self.probe, probe, [*self.owned, *graph_patch.allocator_ranges()]
-        )
+        table = graph_patch.substitutions(self.probe, probe, self.owned)
         address = self._memory().data_ptr()
         moves = [(self.base_address, self.buffer_bytes, address)]
         totals: dict[str, int] = {}
@@ -117,6 +115,8 @@ class EpRank(EpSteps):
             for kind, count in graph_patch.patch(graph, nodes, table, moves).items():
                 totals[kind] = totals.get(kind, 0) + count
         patch_s = time.perf_counter() - begin
+        # torch's memory as it is now: what it owned earlier may be another Buffer's tomorrow.
+        self.owned = graph_patch.allocator_ranges()
         self.probe, moved = probe, address != self.base_address
         self.base_address = address
         return {

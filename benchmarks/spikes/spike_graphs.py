@@ -71,6 +71,7 @@ def with_peer(report: Report, rank: EpPeer, peer: EpPeer, name: str) -> None:
     everyone = [peer, rank]
     try:
         ep_group.unmask(everyone)
+        report.note(f"{name}_phased", ep_group.phased(everyone, strict=False))
         report.note(f"{name}_joint", ep_group.joint(everyone))
         ep_group.assert_nvlink(report, GpuReadings(), everyone, name, steps=20)
     finally:

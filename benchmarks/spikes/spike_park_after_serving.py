@@ -87,7 +87,7 @@ def try_way(report: Report, name: str, order: str, cycles: int, env: dict[str, s
             done.append(cycle(readings, order, peer, leaver))
             report.note(f"{name}_cycle{number}", done[-1])
     except SpikeError as error:
-        if "checkpoint" in str(error):
+        if "driver" in str(error):
             after_refusal(report, name, leaver)
         raise
     finally:
@@ -168,12 +168,12 @@ def body(report: Report) -> None:
     """What the driver can, the ways of parking, the fallback."""
     report.attempt("plain_ipc_closed", plain_ipc, "plain_ipc_closed", False)
     report.attempt("plain_ipc_open", plain_ipc, "plain_ipc_open", True)
-    report.attempt("bounded", try_way, "bounded", "both_then_destroy", 3, BOUNDED)
     report.attempt("uncached", try_way, "uncached", "both_then_destroy", 3, UNCACHED)
+    report.attempt("uncached_first", try_way, "uncached_first", "leaver_first", 2, UNCACHED)
     report.attempt("cached", try_way, "cached", "both_then_destroy", 1, {})
-    report.attempt("bounded_first", try_way, "bounded_first", "leaver_first", 1, BOUNDED)
-    report.attempt("image", from_image, "image", 2, {})
-    report.attempt("image_bounded", from_image, "image_bounded", 3, BOUNDED)
+    report.attempt("bounded", try_way, "bounded", "both_then_destroy", 1, BOUNDED)
+    report.attempt("image_uncached", from_image, "image_uncached", 3, UNCACHED)
+    report.attempt("image_cached", from_image, "image_cached", 2, {})
 
 
 if __name__ == "__main__":

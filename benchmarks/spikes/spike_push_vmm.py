@@ -14,18 +14,19 @@ from streams import ARENA_BYTES, GIB, Case, mapped_copy, run_cases, start_restor
 import snapshot
 
 CASES = [
-    Case("malloc", "posix"),
-    Case("malloc", "posix", size_gib=4, chunk_gib=1, step_gib=4),
-    Case("malloc", "posix", size_gib=4, chunk_gib=1, step_gib=1, per_chunk=True),
-    Case("malloc", "none"),
-    Case("posix", "posix"),
-    Case("posix", "posix", op="READ"),
     Case("malloc", "posix", op="READ", size_gib=30, step_gib=2),
     Case("malloc", "none", op="READ", size_gib=8, step_gib=2),
     Case("none", "malloc", size_gib=8, step_gib=2),
     Case("posix", "malloc", size_gib=30, step_gib=2),
     Case("malloc", "malloc", size_gib=30, chunk_gib=30, step_gib=30),
     Case("malloc", "malloc", size_gib=30, chunk_gib=30, step_gib=0.5),
+    Case("malloc", "posix", size_gib=1, chunk_gib=1, step_gib=1, repeats=1),
+    Case("malloc", "posix", chunk_gib=1, step_gib=2, repeats=1),
+    Case("malloc", "posix", chunk_gib=1, step_gib=1, per_chunk=True, repeats=1),
+    Case("posix", "posix", size_gib=1, chunk_gib=1, step_gib=1, repeats=1),
+    Case("posix", "posix", op="READ", size_gib=1, chunk_gib=1, step_gib=1, repeats=1),
+    Case("malloc", "none", size_gib=1, chunk_gib=1, step_gib=1, repeats=1),
+    Case("none", "malloc", op="READ", size_gib=1, chunk_gib=1, step_gib=1, repeats=1),
 ]
 FABRIC_CASES = [
     Case("malloc", "fabric", size_gib=30, chunk_gib=30, step_gib=30),

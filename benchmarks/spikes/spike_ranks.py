@@ -94,7 +94,7 @@ def stopped_peer(
     report: Report, peers: list[EpPeer], timeout_ms: int, victim: int, after_dispatch: bool
 ) -> None:
     """SIGSTOP one rank, between steps or between dispatch and combine; then let it go on."""
-    name = f"stop_{timeout_ms}ms_rank{victim}" + ("_mid_layer" if after_dispatch else "")
+    name = f"stop_{len(peers)}ranks_{timeout_ms}ms" + ("_mid_layer" if after_dispatch else "")
     together(peers, timeout_ms)
     stopped, others = peers[victim], [peer for peer in peers if peer.number != victim]
     stopped.call("route", world=[peer.number for peer in peers], seed=3)
@@ -162,10 +162,11 @@ def body(report: Report) -> None:
     report.note("step_of_the_orders", op)
     report.attempt("orders_of_3", every_order, peers[:3], op)
     report.attempt("orders_of_4", every_order, peers, op)
-    group = peers[:3] if waits else peers[:2]
-    for timeout_ms in STOP_TIMEOUTS_MS:
-        report.attempt(f"stop_{timeout_ms}", stopped_peer, group, timeout_ms, 1, False)
-    report.attempt("stop_mid_layer", stopped_peer, group, 500, 1, True)
+    for group in (peers[:2], peers[:3]) if waits else (peers[:2],):
+        for timeout_ms in STOP_TIMEOUTS_MS:
+            stop = f"stop_{len(group)}ranks_{timeout_ms}ms"
+            report.attempt(stop, stopped_peer, group, timeout_ms, 1, False)
+        report.attempt(f"{stop}_mid_layer", stopped_peer, group, 500, 1, True)
 
 
 if __name__ == "__main__":

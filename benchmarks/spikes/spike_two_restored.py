@@ -54,7 +54,9 @@ def one_namespace(
     renew(everyone)
     report.attempt("retained_pair", pair, retained, joiners[0], "retained_pair")
     renew(everyone)
-    report.attempt("under_load", under_load, retained, joiners[0])
+    report.attempt("under_load", under_load, retained, joiners[:1])
+    renew(everyone)
+    report.attempt("three_under_load", under_load, retained, joiners)
     renew([retained])
 
 
@@ -82,14 +84,20 @@ def pair(report: Report, first: EpPeer, second: EpPeer, name: str) -> None:
         raise SpikeError(f"no bytes on the links: {found}")
 
 
-def under_load(report: Report, retained: EpPeer, joiner: EpPeer) -> None:
-    """Connect while the retained rank's graphs run: is it stalled, and are its tokens right?"""
+def under_load(report: Report, retained: EpPeer, joiners: list[EpPeer]) -> None:
+    """Connect while the retained rank's graphs run: is it stalled, and are its tokens right?
+
+    The step afterwards is an ordinary one, whose kernels wait for each other.
+    """
+    name = f"under_load_{len(joiners)}"
     retained.call("queue", count=QUEUED)
-    seconds = ep_group.connect([joiner], [retained])
-    report.metric("connect_under_load_s", max(seconds))
+    seconds = ep_group.connect(joiners, [retained])
+    report.metric(f"{name}_connect_s", max(seconds))
     ep_group.alone(retained)
-    ep_group.unmask([retained, joiner])
-    report.note("under_load_joint", ep_group.joint([retained, joiner]))
+    everyone = [retained, *joiners]
+    ep_group.unmask(everyone)
+    report.note(f"{name}_phased", ep_group.phased(everyone))
+    report.note(f"{name}_joint", ep_group.joint(everyone))
 
 
 def two_namespaces(

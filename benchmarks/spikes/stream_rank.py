@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ from cuda.bindings import driver
 from graph_patch import check
 from nixl_cu13._api import nixl_agent, nixl_agent_config
 
+IPC_HANDLE_BYTES = 64
 PIECE = 1 << 28  # elements worked on at once when filling and comparing
 
 
@@ -196,12 +198,12 @@ class StreamRank:
     def ipc_handle(self) -> str:
         """Export the memory as plain CUDA IPC."""
         handle = check(driver.cuIpcGetMemHandle(self._memory().data_ptr()))
-        return bytes(handle.reserved).hex()
+        return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES).hex()
 
     def ipc_open(self, handle: str) -> str:
         """Import a peer's plain CUDA IPC memory."""
         opened = driver.CUipcMemHandle()
-        opened.reserved = bytes.fromhex(handle)
+        ctypes.memmove(opened.getPtr(), bytes.fromhex(handle), IPC_HANDLE_BYTES)
         flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         self.ipc_address = int(check(driver.cuIpcOpenMemHandle(opened, int(flag))))
         return hex(self.ipc_address)
