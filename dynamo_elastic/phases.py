@@ -132,7 +132,11 @@ PHASES: dict[Kind, tuple[PhaseSpec, ...]] = {
         PhaseSpec(Phase.STREAM, ((Step.LOAD, Who.JOINERS),), "weights from the model directory"),
         _COMMIT,
         _CANARY,
-        _SERVE,
+        PhaseSpec(
+            Phase.SERVE,
+            ((Step.SERVE, Who.JOINERS), (Step.PARK, Who.LEAVERS)),
+            "shells register with Dynamo; engines of a topology that died are ended",
+        ),
     ),
     Kind.UP: (
         _PLAN,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dynamo_elastic.config import ScaleConfig
@@ -54,7 +55,7 @@ def decide(status: Status, shape: EngineShape, config: ScaleConfig) -> Action:
     """The next action: boot what is not there, evict who is lost, then follow the target."""
     lost = status.lost_reasons()
     if status.topology is None or len(lost) == status.width:
-        return _boot(status, shape, config)
+        return _boot(status, shape, config, lost)
     if lost:
         return _evict(status, shape, config, frozenset(lost))
     return _follow(status, status.topology, shape, config)
@@ -65,7 +66,9 @@ def wanted(status: Status, config: ScaleConfig) -> TargetRecord:
     return status.target or TargetRecord("", config.initial_ranks, BOOT_SOURCE, 0.0)
 
 
-def _boot(status: Status, shape: EngineShape, config: ScaleConfig) -> Action:
+def _boot(
+    status: Status, shape: EngineShape, config: ScaleConfig, lost: Iterable[WorkerId]
+) -> Action:
     """Nobody serves: start from nothing, with an epoch above all before."""
     nothing = Topology(status.topology.epoch if status.topology else Epoch(0))
     ranks = config.initial_ranks
@@ -75,7 +78,8 @@ def _boot(status: Status, shape: EngineShape, config: ScaleConfig) -> Action:
         plan = _plan(status, nothing, ranks, shape)
     except TargetRefused as exc:
         return Idle(f"boot: {exc.reason}")
-    return Operate(ScaleRequest(plan, BOOT_SOURCE))
+    gone = tuple(w for w in lost if w not in plan.after.worker_ids)
+    return Operate(ScaleRequest(plan, BOOT_SOURCE, lost=gone))
 
 
 def _evict(

@@ -16,6 +16,7 @@ from dynamo_elastic.coordinator.records import (
     decode,
 )
 from dynamo_elastic.coordinator.store import Store, Versioned
+from dynamo_elastic.phases import Phase
 from dynamo_elastic.topology import Topology
 from dynamo_elastic.types import WorkerId
 
@@ -51,8 +52,7 @@ class Status:
         """Members of the topology that can't serve any more, and why."""
         if self.topology is None:
             return {}
-        last = self.last
-        given_up = last.lost if last and last.plan.after.epoch == self.topology.epoch else ()
+        given_up = self._given_up()
         reasons: dict[WorkerId, str] = {}
         for member in self.topology.members:
             record = self.members.get(member.worker_id)
@@ -62,9 +62,20 @@ class Status:
                 reasons[member.worker_id] = record.lost_reason
             elif record.incarnation != member.incarnation:
                 reasons[member.worker_id] = "its engine is not the one that joined"
-            elif last is not None and member.worker_id in given_up:
-                reasons[member.worker_id] = last.participants.get(member.worker_id, "lost")
+            elif member.worker_id in given_up:
+                reasons[member.worker_id] = given_up[member.worker_id]
         return reasons
+
+    def _given_up(self) -> dict[WorkerId, str]:
+        """Members that the newest operation has recorded as lost: when it ended DONE, of the
+        topology that it made; when it was undone, of the one that it was to replace."""
+        last = self.last
+        if last is None or self.topology is None:
+            return {}
+        made = last.plan.after if last.phase is Phase.DONE else last.plan.before
+        if made.epoch != self.topology.epoch:
+            return {}
+        return {w: last.participants.get(w, "lost") for w in last.lost}
 
     def standby(self) -> tuple[WorkerId, ...]:
         """Shells without an engine, by slot: free to join."""

@@ -223,7 +223,7 @@ class FakeShell:
         return {"instance_id": 1}
 
     async def _park(self, command: CommandRecord) -> dict[str, Any]:
-        await self._stand_by()
+        await self.stand_by()
         return {}
 
     async def _abort(self, command: CommandRecord) -> dict[str, Any]:
@@ -232,10 +232,11 @@ class FakeShell:
         self.pending = None
         self.drained = self.frozen = False
         if self.in_force is None:
-            await self._stand_by()
+            await self.stand_by()
         return {}
 
-    async def _stand_by(self) -> None:
+    async def stand_by(self) -> None:
+        """End the engine, if there is one, and be free to join."""
         self.in_force = self.pending = self.routing = None
         self.drained = self.frozen = False
         await self._publish(state=MemberState.STANDBY, incarnation=NO_INCARNATION)

@@ -1,0 +1,142 @@
+"""What the coordinator decides, from one view of what is stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dynamo_elastic.coordinator.decide import Action, Answer, Idle, Operate, decide
+from dynamo_elastic.coordinator.records import (
+    MemberRecord,
+    MemberState,
+    OutcomeStatus,
+    TargetOutcome,
+    TargetRecord,
+)
+from dynamo_elastic.coordinator.status import Status
+from dynamo_elastic.phases import Kind
+from dynamo_elastic.testing.coordination import CONFIG, SHAPE
+from dynamo_elastic.topology import Member, Topology, place_experts
+from dynamo_elastic.types import NO_INCARNATION, Epoch, Incarnation, WorkerId
+
+
+def status(ranks: int, shells: int = 4) -> Status:
+    """`ranks` of `shells` serve in epoch 1, the others stand by."""
+    members = {}
+    for slot in range(shells):
+        serves = slot < ranks
+        worker = WorkerId(f"slot{slot}")
+        state = MemberState.SERVING if serves else MemberState.STANDBY
+        incarnation = Incarnation(f"life{slot}") if serves else NO_INCARNATION
+        members[worker] = MemberRecord(worker, slot, "host", 1, state, incarnation)
+    ranked = [Member(w, m.incarnation) for w, m in list(members.items())[:ranks]]
+    topology = Topology(Epoch(1), place_experts(ranked, SHAPE)) if ranks else None
+    return Status(topology=topology, epoch=1 if ranks else 0, members=members)
+
+
+def target(ranks: int, request_id: str = "r") -> TargetRecord:
+    return TargetRecord(request_id, ranks, "cli", 100.0)
+
+
+def act(given: Status) -> Action:
+    return decide(given, SHAPE, CONFIG)
+
+
+def without(given: Status, *slots: int) -> Status:
+    gone = {f"slot{slot}" for slot in slots}
+    return replace(given, members={w: m for w, m in given.members.items() if w not in gone})
+
+
+def operation(action: Action) -> tuple[Kind, int, tuple[str, ...]]:
+    assert isinstance(action, Operate), action
+    plan = action.request.plan
+    return plan.kind, plan.after.world_size, action.request.lost
+
+
+def test_it_boots_what_is_not_there_and_waits_for_shells() -> None:
+    assert operation(act(status(0))) == (Kind.BOOT, 2, ())
+    waiting = act(status(0, shells=1))
+    assert waiting == Idle("boot: 1 of 2 worker shells are on standby")
+
+
+def test_it_rests_when_all_is_as_wanted() -> None:
+    assert isinstance(act(status(2)), Idle)
+    answered = TargetOutcome("r", 2, OutcomeStatus.REACHED)
+    assert isinstance(act(replace(status(2), target=target(2), outcome=answered)), Idle)
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(4, Kind.UP), (3, Kind.UP), (2, Kind.DOWN)])
+def test_it_follows_a_legal_target(ranks: int, kind: Kind) -> None:
+    width = 4 if kind is Kind.DOWN else 2
+    action = act(replace(status(width), target=target(ranks)))
+    assert operation(action) == (kind, ranks, ())
+    assert isinstance(action, Operate)
+    assert action.request.request_id == "r"
+
+
+@pytest.mark.parametrize("ranks", [-1, 0, 1, 5])
+def test_it_refuses_an_illegal_target_once(ranks: int) -> None:
+    asked = replace(status(2), target=target(ranks))
+    answer = act(asked)
+    assert isinstance(answer, Answer)
+    assert answer.outcome.status is OutcomeStatus.REFUSED
+    assert answer.restore
+    assert isinstance(act(replace(asked, outcome=answer.outcome)), Idle)
+
+
+def test_more_ranks_than_slots_are_refused() -> None:
+    answer = act(replace(status(2, shells=3), target=target(4)))
+    assert isinstance(answer, Answer)
+    assert "only 3 GPU slots" in answer.outcome.reason
+
+
+def test_the_width_in_force_is_unchanged() -> None:
+    answer = act(replace(status(2), target=target(2)))
+    assert isinstance(answer, Answer)
+    assert answer.outcome.status is OutcomeStatus.UNCHANGED
+
+
+def test_the_lost_are_evicted_before_anything_else() -> None:
+    given = replace(without(status(4), 1), target=target(4))
+    assert operation(act(given)) == (Kind.DOWN, 3, ("slot1",))
+
+
+@pytest.mark.parametrize("how", ["reason", "incarnation", "shell"])
+def test_a_rank_is_lost_with_its_shell_its_engine_or_its_life(how: str) -> None:
+    given = status(4)
+    worker = WorkerId("slot1")
+    member = given.members[worker]
+    changed = {
+        "reason": replace(member, lost_reason="engine died"),
+        "incarnation": replace(member, incarnation=Incarnation("another life")),
+    }
+    if how == "shell":
+        given = without(given, 1)
+    else:
+        given = replace(given, members=given.members | {worker: changed[how]})
+    assert operation(act(given)) == (Kind.DOWN, 3, ("slot1",))
+
+
+def test_after_an_eviction_the_wanted_width_is_taken_up_again() -> None:
+    reached = TargetOutcome("r", 4, OutcomeStatus.REACHED)
+    given = replace(status(3), target=target(4), outcome=reached)
+    assert operation(act(given)) == (Kind.UP, 4, ())
+    fewer = act(without(given, 3))
+    assert isinstance(fewer, Idle), "there is no slot for it"
+
+
+def test_what_only_the_lost_held_is_said() -> None:
+    waiting = act(without(status(3), 0, 1))
+    assert isinstance(waiting, Idle)
+    assert "slot0, slot1 lost" in waiting.reason
+
+
+def test_when_all_are_lost_it_boots_with_a_new_epoch() -> None:
+    given = status(2)
+    dead = {w: replace(m, lost_reason="died") for w, m in given.members.items() if m.slot < 2}
+    action = act(replace(given, members=given.members | dead))
+    assert operation(action) == (Kind.BOOT, 2, ("slot0", "slot1"))
+    assert isinstance(action, Operate)
+    assert action.request.plan.after.epoch == 2
+    assert action.request.plan.after.worker_ids == ("slot2", "slot3")
