@@ -18,6 +18,7 @@ from dynamo_elastic.engine.client import EngineClient
 from dynamo_elastic.engine.launch import engine_argv
 from dynamo_elastic.engine.shape import ModelShape
 from dynamo_elastic.errors import EngineGone
+from dynamo_elastic.ipc import wait_for_socket
 from dynamo_elastic.types import Incarnation, WorkerId
 
 SMALL_SHAPE = ModelShape(
@@ -97,6 +98,8 @@ class EngineProcess:
         partial.write_text(json.dumps(asdict(attach)))
         partial.replace(self.control_dir / ATTACH_FILE)
         await self._appears(self.control_dir / SOCKET_FILE)
+        # The file is there a moment before anybody listens on it.
+        await wait_for_socket(self.control_dir / SOCKET_FILE, timeout_s=BOOT_TIMEOUT_S)
         if read_outputs:
             self._reader = asyncio.create_task(self._read())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 
-from dynamo_elastic.engine.base import EngineState, Finish, PushReport, Request
+from dynamo_elastic.engine.base import EngineState, EngineStatus, Finish, PushReport, Request
 from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.engine.reference.model import TileSize
 from dynamo_elastic.engine.reference.oracle import Oracle
@@ -167,6 +168,10 @@ async def fleet(model: Path, run_dir: Path, count: int, **environment: str) -> A
         for engine in engines:
             await engine.attach(environment if engine is engines[-1] else None)
         yield Fleet(engines)
+    except BaseException as exc:
+        for engine in engines:
+            exc.add_note(f"{engine.worker_id}: {engine.log()}")
+        raise
     finally:
         for engine in engines:
             await engine.stop()
@@ -267,7 +272,10 @@ def test_up_and_down_under_load(model: Path, oracle: Oracle, tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
-def test_joiner_killed_after_the_switch(model: Path, oracle: Oracle, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_joiner_lost_after_the_switch(
+    sign: signal.Signals, model: Path, oracle: Oracle, tmp_path: Path
+) -> None:
     async def scenario() -> None:
         async with fleet(model, tmp_path, 3) as ranks:
             await ranks.boot(2)
@@ -276,13 +284,39 @@ def test_joiner_killed_after_the_switch(model: Path, oracle: Oracle, tmp_path: P
                 plan = ranks.plan(3)
                 await ranks.join(plan)
                 await ranks.switch(plan.after)
-                ranks.all[WorkerId("slot2")].kill()
-                await asyncio.sleep(0.5)
-                status = await ranks.all[WorkerId("slot0")].client.status()
+                ranks.all[WorkerId("slot2")].process.send_signal(sign)
+                status = await masked(ranks.all[WorkerId("slot0")])
             load.check(oracle)
             assert (status.masked, status.lost_experts) == ((2,), ())
 
     asyncio.run(scenario())
+
+
+def test_replicas_stand_in_for_a_lost_rank(model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fleet(model, tmp_path, 4) as ranks:
+            await ranks.boot(2)
+            plan = await ranks.scale_up(4)
+            load = Load(ranks, plan.retained)
+            async with load.running():
+                await asyncio.sleep(0.2)
+                ranks.all[WorkerId("slot3")].kill()
+                status = await masked(ranks.all[WorkerId("slot0")])
+                assert (status.masked, status.lost_experts) == ((3,), ())
+                down = ranks.plan(3)
+                assert down.leavers == ("slot3",)
+                await ranks.connect(down.after)
+            load.check(oracle)
+
+    asyncio.run(scenario())
+
+
+async def masked(engine: EngineProcess) -> EngineStatus:
+    """The status of `engine` once it has masked a peer."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not (status := await engine.client.status()).masked:
+            await asyncio.sleep(0.05)
+    return status
 
 
 @pytest.mark.parametrize("failpoint", ["engine.before_first_step", "engine.after_connect"])
