@@ -37,7 +37,9 @@ if ! cmp -s deploy/requirements.txt "$stamp"; then
   python3 -m venv .venv
   .venv/bin/python -m pip install -q --upgrade pip
   .venv/bin/python -m pip install -q --no-deps -r deploy/requirements.txt
-  .venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+  # setuptools warns that folders here may shadow packages; import-linter and ruff watch over that.
+  .venv/bin/python -W ignore -m pip install -q --no-deps --no-build-isolation -e . 2>.venv/install.log ||
+    { cat .venv/install.log >&2; die "the package itself could not be installed"; }
   .venv/bin/python -c "import site, pathlib; pathlib.Path(site.getsitepackages()[0], 'dynamo_elastic_stubs.pth').write_text('$PWD/deploy/stubs\n')"
   cp deploy/requirements.txt "$stamp"
 fi

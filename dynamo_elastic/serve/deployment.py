@@ -78,10 +78,10 @@ async def running(config: DeploymentConfig, say: Say) -> AsyncIterator[Deploymen
     num_experts = check_host(config)
     async with AsyncExitStack() as stack:
         state_dir = stack.enter_context(state_directory(config))
-        await _make_images(config, say)
         builder = _Builder(config, stack, say)
         store, keys = await _open_store(builder), Keys(config.deployment)
         await _own(builder, store, keys)
+        await _make_images(config, say)
         config_file = state_dir / "config.json"
         config_file.write_text(config.model_dump_json(indent=2))
         (state_dir / "timeline.jsonl").unlink(missing_ok=True)

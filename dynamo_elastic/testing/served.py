@@ -45,7 +45,8 @@ class ServedDeployment:
 
     def cli(self, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a `dynamo-elastic` command on this deployment."""
-        return run_cli(*arguments, "-f", str(self.file), timeout_s=timeout_s)
+        command, *rest = arguments
+        return run_cli(command, "-f", str(self.file), *rest, timeout_s=timeout_s)
 
     def arm(self, failpoint: str) -> None:
         """Kill the process that next comes by `failpoint` ('name' or 'slot2:name'), once."""

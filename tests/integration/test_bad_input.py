@@ -98,7 +98,7 @@ def test_criu_missing(tmp_path: Path, settings: dict[str, Any]) -> None:
     environment = {**os.environ, "DYNAMO_ELASTIC_CRIU": str(tmp_path / "none")}
     (line,) = serve_fails(tmp_path, settings, env=environment)
     assert line.startswith("error: snapshot.enabled: ")
-    assert "deploy/criu/install.sh" in line
+    assert "correct the path" in line
 
 
 @pytest.mark.root
