@@ -73,7 +73,7 @@ class Who(StrEnum):
     RETAINED = "retained"
     JOINERS = "joiners"
     LEAVERS = "leavers"
-    """All that leave, lost ones too."""
+    """All that leave, lost ones too; in a boot, members of a topology that died."""
     LIVE_LEAVERS = "live_leavers"
     """Leavers that still serve."""
     NEXT = "next"
@@ -126,17 +126,17 @@ _SERVE = PhaseSpec(
 
 PHASES: dict[Kind, tuple[PhaseSpec, ...]] = {
     Kind.BOOT: (
-        _PLAN,
+        PhaseSpec(
+            Phase.PLAN,
+            ((Step.PARK, Who.LEAVERS),),
+            "engines of a topology that can't serve any more are ended, if there was one",
+        ),
         _RESTORE,
         _CONNECT,
         PhaseSpec(Phase.STREAM, ((Step.LOAD, Who.JOINERS),), "weights from the model directory"),
         _COMMIT,
         _CANARY,
-        PhaseSpec(
-            Phase.SERVE,
-            ((Step.SERVE, Who.JOINERS), (Step.PARK, Who.LEAVERS)),
-            "shells register with Dynamo; engines of a topology that died are ended",
-        ),
+        _SERVE,
     ),
     Kind.UP: (
         _PLAN,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynamo_elastic.config import ScaleConfig
@@ -55,7 +55,7 @@ def decide(status: Status, shape: EngineShape, config: ScaleConfig) -> Action:
     """The next action: boot what is not there, evict who is lost, then follow the target."""
     lost = status.lost_reasons()
     if status.topology is None or len(lost) == status.width:
-        return _boot(status, shape, config, lost)
+        return _boot(status, shape, config)
     if lost:
         return _evict(status, shape, config, frozenset(lost))
     return _follow(status, status.topology, shape, config)
@@ -66,36 +66,39 @@ def wanted(status: Status, config: ScaleConfig) -> TargetRecord:
     return status.target or TargetRecord("", config.initial_ranks, BOOT_SOURCE, 0.0)
 
 
-def _boot(
-    status: Status, shape: EngineShape, config: ScaleConfig, lost: Iterable[WorkerId]
-) -> Action:
-    """Nobody serves: start from nothing, with an epoch above all before."""
+def _boot(status: Status, shape: EngineShape, config: ScaleConfig) -> Action:
+    """Start from nothing, with an epoch above all before. Shells of a topology that can't serve any
+    more join again, after those that are free, once they have ended its engines."""
     nothing = Topology(status.topology.epoch if status.topology else Epoch(0))
     ranks = config.initial_ranks
-    if len(status.standby()) < ranks:
-        return Idle(f"boot: {len(status.standby())} of {ranks} worker shells are on standby")
+    members = status.topology.worker_ids if status.topology else ()
+    discarded = tuple(w for w in members if w in status.members)
+    free = tuple(dict.fromkeys((*status.standby(), *discarded)))
+    if len(free) < ranks:
+        return Idle(f"boot: {len(free)} of {ranks} worker shells are on standby")
     try:
-        plan = _plan(status, nothing, ranks, shape)
+        plan = _plan(status, nothing, ranks, shape, candidates=free)
     except TargetRefused as exc:
         return Idle(f"boot: {exc.reason}")
-    gone = tuple(w for w in lost if w not in plan.after.worker_ids)
-    return Operate(ScaleRequest(plan, BOOT_SOURCE, lost=gone))
+    return Operate(ScaleRequest(plan, BOOT_SOURCE, discarded=discarded))
 
 
 def _evict(
     status: Status, shape: EngineShape, config: ScaleConfig, lost: frozenset[WorkerId]
 ) -> Action:
-    """Go down to the largest legal width of the living."""
+    """Go down to the largest legal width of the living; if there is none, or if experts are lost
+    with the dead, start anew."""
     topology = status.topology or Topology(Epoch(0))
     alive = status.width - len(lost)
     names = ", ".join(sorted(lost))
     try:
         ranks = legal_width(alive, shape, config.limits, len(status.members))
         if ranks > alive:
-            return Idle(f"{names} lost; {alive} ranks live, {ranks} are the fewest that are legal")
+            raise TargetRefused(f"{alive} ranks live, {ranks} are the fewest that are legal")
         plan = _plan(status, topology, ranks, shape, lost)
     except TargetRefused as exc:
-        return Idle(f"{names} lost: {exc.reason}")
+        anew = _boot(status, shape, config)
+        return anew if isinstance(anew, Operate) else Idle(f"{names} lost: {exc.reason}")
     gone = tuple(w for w in topology.worker_ids if w in lost)
     return Operate(ScaleRequest(plan, EVICTION_SOURCE, lost=gone))
 
@@ -145,6 +148,8 @@ def _plan(
     ranks: int,
     shape: EngineShape,
     lost: frozenset[WorkerId] = frozenset(),
+    candidates: Sequence[WorkerId] | None = None,
 ) -> ScalePlan:
+    free = status.standby() if candidates is None else candidates
     epoch = Epoch(max(status.epoch, before.epoch) + 1)
-    return plan_scale(PlanInput(before, ranks, epoch, shape, status.standby(), lost))
+    return plan_scale(PlanInput(before, ranks, epoch, shape, free, lost))

@@ -245,6 +245,8 @@ class OperationRecord:
     lost: tuple[WorkerId, ...] = ()
     """Members that were gone when it opened, and those of the new topology that failed after
     COMMIT: not commanded any more, to be evicted."""
+    discarded: tuple[WorkerId, ...] = ()
+    """Of a boot: members of a topology that can't serve any more; their engines are ended first."""
     current: Topology | None = None
     """Once experts have begun to move: the topology in force, with a placement that is safe to
     route by whatever became of the copies under way. None: the one stored under `topology`."""

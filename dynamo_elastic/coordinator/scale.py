@@ -33,12 +33,14 @@ from dynamo_elastic.types import OperationId, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class ScaleRequest:
-    """A plan, for whom it is carried out, and which members of `plan.before` are lost already."""
+    """A plan, for whom it is carried out, and which members of `plan.before` are lost already,
+    or, of a boot, which shells must end the engine of a topology that died."""
 
     plan: ScalePlan
     source: str
     request_id: str = ""
     lost: tuple[WorkerId, ...] = ()
+    discarded: tuple[WorkerId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Scaler:
             requested_ranks=plan.after.world_size,
             phases=(PhaseRecord(Phase.PLAN, time.time()),),
             lost=request.lost,
+            discarded=request.discarded,
         )
         journal = await Journal.open(self.fenced, self.keys, record, status)
         return await self._operation(journal).run()

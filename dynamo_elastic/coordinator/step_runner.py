@@ -37,7 +37,9 @@ class StepRunner:
         workers = steps.participants(progress.record, who)
         if step is Step.PUSH_EXPERTS:
             return await self._move_experts(workers)
-        done = await self._command(step, workers, strict=not progress.committed)
+        # An engine that can't be ended before a boot shows when its slot is to be used again.
+        strict = not progress.committed and step is not Step.PARK
+        done = await self._command(step, workers, strict=strict)
         if step is Step.RESTORE:
             self._take_incarnations(done)
         elif step is Step.STREAM:
@@ -48,7 +50,7 @@ class StepRunner:
         elif step is Step.CANARY:
             for worker in steps.odd_ones(done, workers, "tokens"):
                 progress.lose(step, worker, "its tokens differ from the reference")
-        elif step is Step.PARK:
+        elif step is Step.PARK and progress.committed:
             progress.update(safe_to_release=tuple(done))
 
     async def abort(self) -> None:

@@ -20,8 +20,7 @@ def participants(record: OperationRecord, who: Who) -> tuple[WorkerId, ...]:
     """Workers that a step is for. Lost ones are left out, but not of the leavers to be parked."""
     plan = record.plan
     if who is Who.LEAVERS:
-        gone = (w for w in record.lost if w not in plan.after.worker_ids)
-        return tuple(dict.fromkeys((*plan.leavers, *gone)))
+        return (*plan.leavers, *record.discarded)
     groups: dict[Who, tuple[WorkerId, ...]] = {
         Who.RETAINED: plan.retained,
         Who.JOINERS: plan.joiners,

@@ -126,17 +126,26 @@ def test_after_an_eviction_the_wanted_width_is_taken_up_again() -> None:
     assert isinstance(fewer, Idle), "there is no slot for it"
 
 
-def test_what_only_the_lost_held_is_said() -> None:
-    waiting = act(without(status(3), 0, 1))
+def test_when_too_few_live_it_starts_anew_with_them_and_the_free() -> None:
+    action = act(without(status(3), 0, 1))
+    assert operation(action) == (Kind.BOOT, 2, ())
+    assert isinstance(action, Operate)
+    assert action.request.plan.after.worker_ids == ("slot3", "slot2")
+    assert action.request.discarded == ("slot2",)
+
+
+def test_when_too_few_shells_are_left_it_says_so() -> None:
+    waiting = act(without(status(3), 0, 1, 3))
     assert isinstance(waiting, Idle)
-    assert "slot0, slot1 lost" in waiting.reason
+    assert "slot0, slot1 lost: no width is legal" in waiting.reason
 
 
 def test_when_all_are_lost_it_boots_with_a_new_epoch() -> None:
     given = status(2)
     dead = {w: replace(m, lost_reason="died") for w, m in given.members.items() if m.slot < 2}
     action = act(replace(given, members=given.members | dead))
-    assert operation(action) == (Kind.BOOT, 2, ("slot0", "slot1"))
+    assert operation(action) == (Kind.BOOT, 2, ())
     assert isinstance(action, Operate)
+    assert action.request.discarded == ("slot0", "slot1")
     assert action.request.plan.after.epoch == 2
     assert action.request.plan.after.worker_ids == ("slot2", "slot3")
