@@ -6,12 +6,17 @@ every token must equal the never-scaled answers.
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from dynamo_elastic.agent.base import Tier
 from dynamo_elastic.demo.load import Prompt
 from dynamo_elastic.demo.run import demo_config, leftovers
 from dynamo_elastic.phases import Kind, Phase, phases_of
@@ -72,26 +77,89 @@ def last_phase(deployment: ServedDeployment) -> Phase:
     return last.phase
 
 
-@pytest.mark.parametrize(
-    ("failpoint", "ends"),
-    [
-        ("slot2:engine.after_attach", Phase.ABORTED),
-        ("slot2:engine.after_connect", Phase.ABORTED),
-        ("slot0:engine.before_push", Phase.ABORTED),
-        ("slot3:engine.before_first_step", Phase.DONE),
-        ("slot2:engine.after_switch", Phase.DONE),
-    ],
-)
-def test_a_joiner_is_killed(
-    deployment: ServedDeployment, load: BackgroundLoad, failpoint: str, ends: Phase
+def test_a_joiner_killed_while_it_is_restored_is_booted_cold(
+    deployment: ServedDeployment, load: BackgroundLoad
 ) -> None:
     scale_to(deployment, 2)
-    deployment.arm(failpoint)
-    deployment.cli("scale", "4", timeout_s=120)
-    assert deployment.fired(failpoint)
+    deployment.arm("slot2:engine.attached")
+    scale_to(deployment, 4)
+    assert deployment.fired("slot2:engine.attached")
+    tiers = {slot.slot: slot.tier for slot in deployment.slots()}
+    assert (tiers[2], tiers[3]) == (Tier.COLD, Tier.IMAGE)
+    load.wait_for_tokens(timeout_s=20)
+
+
+@pytest.mark.parametrize("failpoint", ["engine.after_open", "engine.after_connect"])
+def test_a_joiner_killed_before_the_commit_aborts(
+    deployment: ServedDeployment, load: BackgroundLoad, failpoint: str
+) -> None:
+    scale_to(deployment, 2)
+    deployment.arm(f"slot2:{failpoint}")
+    done = deployment.cli("scale", "4", timeout_s=120)
+    assert deployment.fired(f"slot2:{failpoint}")
+    assert Phase.ABORTED in outcomes(deployment)
+    # The coordinator tries again by itself.
+    assert done.returncode == 0, done.stderr
+    assert width(deployment) == 4
+    load.wait_for_tokens(timeout_s=20)
+
+
+@pytest.mark.parametrize("phase", [Phase.STREAM, Phase.CHECK, Phase.CANARY, Phase.REBALANCE])
+def test_a_joiner_killed_in_a_phase(
+    deployment: ServedDeployment, load: BackgroundLoad, phase: Phase
+) -> None:
+    scale_to(deployment, 2)
+    with kill_joiner_in(deployment, phase, slot=3) as killed:
+        deployment.cli("scale", "4", timeout_s=120)
+    assert killed, f"no joiner was there in {phase}"
     load.wait_for_tokens(timeout_s=20)
     scale_to(deployment, 4)
     load.wait_for_tokens(timeout_s=20)
+
+
+def test_a_joiner_killed_at_its_first_step_is_evicted_and_replaced(
+    deployment: ServedDeployment, load: BackgroundLoad
+) -> None:
+    """After COMMIT there is only forward: the operation is done, and the next one heals."""
+    scale_to(deployment, 2)
+    deployment.arm("slot3:engine.before_first_step")
+    deployment.cli("scale", "4", timeout_s=120)
+    assert deployment.fired("slot3:engine.before_first_step")
+    load.wait_for_tokens(timeout_s=20)
+    scale_to(deployment, 4)
+    load.wait_for_tokens(timeout_s=20)
+
+
+def outcomes(deployment: ServedDeployment) -> set[str]:
+    """How the operations since the last scale-down ended."""
+    ends = [e for e in deployment.timeline() if e["event"] == "end"]
+    downs = [i for i, e in enumerate(ends) if e["kind"] == Kind.DOWN]
+    return {e["phase"] for e in ends[downs[-1] + 1 if downs else 0 :]}
+
+
+@contextmanager
+def kill_joiner_in(deployment: ServedDeployment, phase: Phase, slot: int) -> Iterator[list[int]]:
+    """kill -9 the engine of `slot` as soon as `phase` of an operation begins; yields its pid."""
+    seen = len(deployment.timeline())
+    killed: list[int] = []
+
+    def watch() -> None:
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s:
+            began = {e["phase"] for e in deployment.timeline()[seen:] if e["event"] == "begin"}
+            if phase in began:
+                pid = next(s.pid for s in deployment.slots() if s.slot == slot)
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+                return
+            time.sleep(0.003)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield killed
+    finally:
+        watcher.join()
 
 
 @pytest.mark.parametrize("phase", phases_of(Kind.UP))

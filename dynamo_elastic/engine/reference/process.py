@@ -34,7 +34,7 @@ from dynamo_elastic.engine.reference.service import ReferenceEngine
 from dynamo_elastic.engine.reference.transfers import Transfers
 from dynamo_elastic.engine.rpc import OUTPUTS, handlers, lines
 from dynamo_elastic.errors import ElasticError
-from dynamo_elastic.failpoints import arm_from_environment
+from dynamo_elastic.failpoints import arm_from_environment, failpoint
 from dynamo_elastic.ipc import RpcServer
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -113,6 +113,7 @@ def _take_identity(attach: Attach) -> None:
     redirect(attach.log_path, (1, 2))
     os.environ.update(attach.environment)
     arm_from_environment(attach.worker_id)
+    failpoint("engine.attached")
     random.seed(attach.seed)
     np.random.seed(attach.seed % (1 << 32))
     torch.manual_seed(attach.seed)
