@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -197,11 +196,14 @@ def kill_coordinator_in(deployment: ServedDeployment, phase: Phase, ranks: int) 
         time.sleep(0.05)
 
 
-def test_nothing_grows_in_etcd(deployment: ServedDeployment, tmp_path: Path) -> None:
+def test_nothing_grows_in_etcd(deployment: ServedDeployment, load: BackgroundLoad) -> None:
     """After all of that, the store holds what a fresh deployment of this width holds."""
     scale_to(deployment, 2)
-    status = deployment.wait_idle()
-    assert status.operation is None
+    topology = deployment.wait_idle().topology
+    assert topology is not None
     keys = deployment.key_names()
-    assert [k for k in keys if "/endpoints/" in k] == []
+    endpoints = [k for k in keys if "/endpoints/" in k]
+    assert all(f"/endpoints/{topology.epoch:08d}/" in k for k in endpoints)
+    assert len(endpoints) <= topology.world_size
     assert len([k for k in keys if "/members/" in k]) == deployment.config.scale.max_ranks
+    assert len(keys) < 25
