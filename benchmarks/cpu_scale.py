@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from results import write_result
+from provenance import write_result
 from rich.console import Console
 from rich.progress import Progress
 

@@ -58,7 +58,7 @@ class Supervisor:
     def __init__(self) -> None:
         self._children: dict[str, _Child] = {}
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        """Gets why the deployment can't go on: a critical process ended, or another keeps ending."""
+        """Gets why the deployment can't go on: a critical process ended, or one keeps ending."""
 
     @property
     def pids(self) -> dict[str, int]:
