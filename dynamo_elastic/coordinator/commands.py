@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from dynamo_elastic.coordinator.records import (
     decode,
     encode,
 )
-from dynamo_elastic.coordinator.store import Guard, Put
+from dynamo_elastic.coordinator.store import Guard, Put, Versioned
 from dynamo_elastic.errors import LeadershipLost, StoreUnavailable
 from dynamo_elastic.phases import Step
 from dynamo_elastic.types import Epoch, OperationId, WorkerId
@@ -76,8 +76,7 @@ class Commander:
         deadline_s = asyncio.get_running_loop().time() + order.timeout_s + _GRACE_S
         try:
             async with asyncio.timeout_at(deadline_s):
-                waiting.seq = await self._send(order, under)
-                await self._collect(waiting)
+                await self._converse(order, under, waiting)
         except TimeoutError:
             waiting.answers.silent = tuple(waiting.unanswered())
         answers = waiting.answers
@@ -85,8 +84,33 @@ class Commander:
         answers.done = {w: answers.done[w] for w in order.payloads if w in answers.done}
         return answers
 
-    async def _send(self, order: Order, under: Guard) -> int:
-        stored = await self._fenced.store.get_prefix(self._keys.commands)
+    async def _converse(self, order: Order, under: Guard, waiting: _Waiting) -> None:
+        """Send the order once, and feed `waiting` until it is over.
+
+        The watch is open before the commands go out: etcd tells a watch that begins behind its
+        newest revision only every 100 ms.
+        """
+        sent = False
+        while not waiting.over():
+            try:
+                async with self._fenced.store.watch(self._keys.prefix) as watch:
+                    if not sent:
+                        waiting.seq = await self._send(order, under, watch.snapshot)
+                        sent = True
+                    waiting.look({v.key: v.value for v in watch.snapshot})
+                    if waiting.over():
+                        return
+                    async for event in watch:
+                        waiting.see(event.key, event.value)
+                        if waiting.over():
+                            return
+            except StoreUnavailable as exc:
+                log.warning("watching for acks of %s: %s", order.step, exc)
+                await asyncio.sleep(_REWATCH_PAUSE_S)
+            await self._fenced.check()
+
+    async def _send(self, order: Order, under: Guard, snapshot: Sequence[Versioned]) -> int:
+        stored = [v for v in snapshot if v.key.startswith(self._keys.commands)]
         revisions = {v.key: v.mod_revision for v in stored}
         # Commands of a coordinator before us count: the sequence is the operation's.
         before = [decode(CommandRecord, v.value) for v in stored]
@@ -104,8 +128,6 @@ class Commander:
             )
             for worker, payload in order.payloads.items()
         }
-        if not commands:
-            return seq
         first = next(iter(commands))
 
         async def applied() -> int | None:
@@ -123,22 +145,6 @@ class Commander:
             applied=applied,
         )
         return seq
-
-    async def _collect(self, waiting: _Waiting) -> None:
-        while not waiting.over():
-            try:
-                async with self._fenced.store.watch(self._keys.prefix) as watch:
-                    waiting.look({v.key: v.value for v in watch.snapshot})
-                    if waiting.over():
-                        return
-                    async for event in watch:
-                        waiting.see(event.key, event.value)
-                        if waiting.over():
-                            return
-            except StoreUnavailable as exc:
-                log.warning("watching for acks of %s: %s", waiting.order.step, exc)
-                await asyncio.sleep(_REWATCH_PAUSE_S)
-            await self._fenced.check()
 
 
 class _Waiting:

@@ -36,7 +36,7 @@ from dynamo_elastic.errors import (
     StoreUnavailable,
 )
 from dynamo_elastic.phases import Step
-from dynamo_elastic.topology import Topology
+from dynamo_elastic.topology import EMPTY, Topology
 from dynamo_elastic.types import NO_INCARNATION, Epoch, FencingToken, Incarnation, WorkerId
 
 _PAUSE_S = 0.05
@@ -86,6 +86,7 @@ class FakeShell:
         self.frozen = False
         self.ran: list[tuple[str, int, Step]] = []
         self.alive = False
+        self._proven: set[str] = set()
         self._store = store
         self._keys = keys
         self._ttl_s = ttl_s
@@ -136,7 +137,7 @@ class FakeShell:
     async def _take(self, command: CommandRecord) -> None:
         """Run a command that is new, as scripted."""
         identity = (command.operation_id, command.seq, command.step)
-        if identity in self.ran:
+        if identity[:2] in {known[:2] for known in self.ran}:
             return
         if command.token < self._token:
             raise StaleCommand(f"{command.step} with token {command.token}")
@@ -205,8 +206,17 @@ class FakeShell:
         in_force = self.in_force.epoch if self.in_force else None
         if topology.epoch != in_force:
             raise ElasticError(f"epoch {topology.epoch} is not in force here ({in_force})")
+        self._proven |= set(command.payload["digests"])
+        for slot, expert in enumerate(self._experts(topology)):
+            known = expert in (EMPTY, *self._experts(self.routing)[slot : slot + 1])
+            if not known and f"slot{slot}/w" not in self._proven:
+                raise ElasticError(f"routed to a copy of expert {expert} that nobody has proven")
         self.routing = topology
         return {}
+
+    def _experts(self, topology: Topology | None) -> tuple[int, ...]:
+        rank = topology.rank_of(self.worker_id) if topology else None
+        return topology.members[rank].experts if topology and rank is not None else ()
 
     async def _switch(self, command: CommandRecord) -> dict[str, Any]:
         stored = await self._store.get(self._keys.topology)
@@ -307,7 +317,8 @@ def _measured(command: CommandRecord) -> dict[str, Any]:
     if command.step is Step.STREAM:
         digests = {w: {"dense/a": "d1"} for w in command.payload["joiners"]}
     if command.step is Step.PUSH_EXPERTS:
-        digests = {m["to_worker"]: {f"slot{m['to_slot']}/w": "d"} for m in command.payload["moves"]}
+        for move in command.payload["moves"]:
+            digests.setdefault(move["to_worker"], {})[f"slot{move['to_slot']}/w"] = "d"
     by_step: dict[Step, dict[str, Any]] = {
         Step.LOAD: {"size_bytes": 1, "elapsed_s": 0.1},
         Step.STREAM: {"size_bytes": 1, "elapsed_s": 0.1, "digests": digests},
