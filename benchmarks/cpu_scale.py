@@ -1,6 +1,7 @@
 """2 -> 4 -> 2 ranks, again and again, under streaming load, on one machine without a GPU.
 
-Cold joiners are booted beside, two at a time as an operation restores two, under the same load and
+The switch is the pause that it makes: from the last step of the old group to the first right one of
+the new, on the slowest rank. Cold joiners are booted beside, two at a time as an operation restores two, under the same load and
 in the same run. The restored side is what the operations themselves did.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import statistics
 import time
@@ -24,7 +26,14 @@ from dynamo_elastic.agent.base import Tier
 from dynamo_elastic.coordinator.records import OperationRecord
 from dynamo_elastic.coordinator.status import read_status
 from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
-from dynamo_elastic.demo.load import Load, Prompt, longest_gap, reference_texts, summarize
+from dynamo_elastic.demo.load import (
+    Load,
+    Prompt,
+    StreamResult,
+    longest_gap,
+    reference_texts,
+    summarize,
+)
 from dynamo_elastic.demo.run import demo_config, demo_prompts
 from dynamo_elastic.demo.view import PhaseFacts
 from dynamo_elastic.phases import Kind, Phase
@@ -48,6 +57,7 @@ class Recorder:
         self.footprints: list[dict[str, tuple[int, int]]] = []
         self.etcd_keys: list[int] = []
         self.gaps_s: list[float] = []
+        self.phase_gaps_ms: dict[str, float] = {}
 
     def facts(self, phase: Phase, *kinds: Kind) -> list[PhaseFacts]:
         """What one phase measured, in every operation of these kinds."""
@@ -88,16 +98,21 @@ async def cold_pair(deployment: Deployment, recorder: Recorder, number: int) -> 
     recorder.cold_s += await asyncio.gather(one(2), one(3))
 
 
-def memcpy_gbps() -> float:
-    """One thread's copy of a block larger than the caches, best of three."""
-    source = np.ones(MEMCPY_BYTES, dtype=np.uint8)
-    target = np.empty_like(source)
-    best = math.inf
-    for _ in range(3):
-        begin = time.perf_counter()
-        np.copyto(target, source)
-        best = min(best, time.perf_counter() - begin)
-    return MEMCPY_BYTES / best / 1e9
+class Memcpy:
+    """One thread's copy of a block larger than the caches: what a stream is compared with."""
+
+    def __init__(self) -> None:
+        self._source = np.ones(MEMCPY_BYTES, dtype=np.uint8)
+        self._target = np.ones_like(self._source)
+
+    def gbps(self) -> float:
+        """Best of three."""
+        best_s = math.inf
+        for _ in range(3):
+            begin_s = time.perf_counter()
+            np.copyto(self._target, self._source)
+            best_s = min(best_s, time.perf_counter() - begin_s)
+        return MEMCPY_BYTES / best_s / 1e9
 
 
 async def footprint(deployment: Deployment) -> dict[str, tuple[int, int]]:
@@ -117,9 +132,25 @@ async def footprint(deployment: Deployment) -> dict[str, tuple[int, int]]:
     return sizes
 
 
+def gaps_by_phase(timeline: Path, results: list[StreamResult]) -> dict[str, float]:
+    """Longest token gap (ms) of any stream that overlaps each phase, over all operations."""
+    offset_s = time.time() - time.monotonic()
+    gaps = [gap for r in results for gap in r.gaps()]
+    longest: dict[str, float] = {}
+    for line in timeline.read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "done":
+            until_s = event["ts"] - offset_s
+            since_s = until_s - event["elapsed_s"]
+            worst = max((b - a for a, b in gaps if b > since_s and a < until_s), default=0.0)
+            name = f"{event['kind']}.{event['phase']}"
+            longest[name] = max(longest.get(name, 0.0), round(1e3 * worst, 1))
+    return longest
+
+
 async def measure(cycles: int, work_dir: Path, console: Console) -> tuple[Recorder, Any]:
     config = demo_config(work_dir, "bench", planner={"enabled": False})
-    recorder = Recorder()
+    recorder, memcpy = Recorder(), Memcpy()
     prompts: list[Prompt] = demo_prompts()
     async with running(config, console.print) as deployment:
         load = Load(deployment.url, config.model.name, prompts, CLIENTS)
@@ -133,7 +164,7 @@ async def measure(cycles: int, work_dir: Path, console: Console) -> tuple[Record
                     await cold_pair(deployment, recorder, cycle)
                 begin_s = time.monotonic()
                 await scale(deployment, 4, recorder)
-                recorder.memcpy_gbps.append(memcpy_gbps())
+                recorder.memcpy_gbps.append(await asyncio.to_thread(memcpy.gbps))
                 await scale(deployment, 2, recorder)
                 await asyncio.sleep(0.5)
                 recorder.gaps_s.append(longest_gap(load.results, begin_s, time.monotonic()))
@@ -142,6 +173,7 @@ async def measure(cycles: int, work_dir: Path, console: Console) -> tuple[Record
                 recorder.etcd_keys.append(len(stored))
                 progress.advance(task)
         await load.stop()
+        recorder.phase_gaps_ms = gaps_by_phase(deployment.timeline, load.results)
         return recorder, summarize(load.results, reference)
 
 
@@ -159,7 +191,9 @@ def metrics_of(cycles: int, recorder: Recorder, summary: Any) -> dict[str, float
     tiers = {t for f in restores for t in f.tiers}
     if tiers != {Tier.IMAGE}:
         raise SystemExit(f"not every joiner came from an image: {tiers}")
-    switches = [1e3 * f.switch_s for f in recorder.facts(Phase.COMMIT, Kind.UP, Kind.DOWN)]
+    commits = recorder.facts(Phase.COMMIT, Kind.UP, Kind.DOWN)
+    switches = [1e3 * f.gap_s for f in commits]
+    decisions = [1e3 * f.switch_s for f in commits]
     streams = [
         f for phase in (Phase.STREAM, Phase.REBALANCE) for f in recorder.facts(phase, Kind.UP)
     ]
@@ -172,6 +206,7 @@ def metrics_of(cycles: int, recorder: Recorder, summary: Any) -> dict[str, float
         "up_s": round(statistics.median(o.elapsed_s for o in ups(recorder)), 3),
         "switch_p50_ms": round(statistics.median(switches), 1),
         "switch_p95_ms": round(float(np.percentile(switches, 95)), 1),
+        "decision_to_first_step_p95_ms": round(float(np.percentile(decisions, 95)), 1),
         "token_gap_max_ms": round(1e3 * summary.token_gap_max_s, 1),
         "token_gap_p95_ms": round(1e3 * float(np.percentile(recorder.gaps_s, 95)), 1),
         "requests_total": summary.requests_total,
@@ -204,6 +239,7 @@ def main() -> None:
         "errors": summary.errors,
         "cold_s": recorder.cold_s,
         "gaps_s": recorder.gaps_s,
+        "token_gap_max_ms_by_phase": recorder.phase_gaps_ms,
         "footprints": [recorder.footprints[0], recorder.footprints[-1]],
         "phases_s": [
             {p.phase: round(p.elapsed_s, 4) for p in op.phases} for op in recorder.operations
