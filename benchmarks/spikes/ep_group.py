@@ -50,8 +50,8 @@ def capture_alone(peers: Sequence[EpPeer], **options: Any) -> list[dict[str, Any
     """Every rank captures its graphs with all remote peers masked."""
     for peer in peers:
         peer.call("route", world=[peer.number])
-    call_all(list(peers), "keep_templates")
-    return call_all(list(peers), "capture", timeout_s=150, **options)
+    call_all(peers, "keep_templates")
+    return call_all(peers, "capture", timeout_s=150, **options)
 
 
 def connect(
@@ -111,10 +111,10 @@ def joint(
 ) -> dict[str, Any]:
     """One step of all ranks over everyone's experts; SpikeError where tokens are wrong."""
     world = [peer.number for peer in everyone]
-    call_all(list(everyone), "route", world=world, seed=seed)
+    call_all(everyone, "route", world=world, seed=seed)
     seconds, arrived = _step(everyone, op, count)
-    checks = call_all(list(everyone), "check", active=world)
-    masks = call_all(list(everyone), "masks")
+    checks = call_all(everyone, "check", active=world)
+    masks = call_all(everyone, "masks")
     result = {
         "world": world,
         "worst_error": max(check["error"] for check in checks),
@@ -140,12 +140,12 @@ def phased(everyone: Sequence[EpPeer], *, seed: int = 7, strict: bool = True) ->
 
 def _step(everyone: Sequence[EpPeer], op: str, count: int) -> tuple[list[float], Any]:
     if op != "phased":
-        return call_all(list(everyone), op, count=count, timeout_s=90), None
+        return call_all(everyone, op, count=count, timeout_s=90), None
     begin = time.perf_counter()
-    call_all(list(everyone), "phase", name="dispatch_send")
-    arrived = call_all(list(everyone), "arrivals")
+    call_all(everyone, "phase", name="dispatch_send")
+    arrived = call_all(everyone, "arrivals")
     for name in ("dispatch_recv", "combine_send", "combine_recv"):
-        call_all(list(everyone), "phase", name=name)
+        call_all(everyone, "phase", name=name)
     return [time.perf_counter() - begin], arrived
 
 
@@ -163,12 +163,12 @@ def assert_nvlink(
     report: Report, readings: GpuReadings, everyone: Sequence[EpPeer], name: str, steps: int = 200
 ) -> dict[str, Any]:
     """Show the lane itself: peers mapped into the kernels, bytes counted on the links."""
-    lanes = call_all(list(everyone), "lanes")
-    call_all(list(everyone), "route", world=[peer.number for peer in everyone])
+    lanes = call_all(everyone, "lanes")
+    call_all(everyone, "route", world=[peer.number for peer in everyone])
     gpu = everyone[0].gpu
-    idle, _ = readings.nvlink_during(gpu, lambda: call_all(list(everyone), "masks"))
+    idle, _ = readings.nvlink_during(gpu, lambda: call_all(everyone, "masks"))
     crossed, seconds = readings.nvlink_during(
-        gpu, lambda: call_all(list(everyone), "replay", count=steps, timeout_s=120)
+        gpu, lambda: call_all(everyone, "replay", count=steps, timeout_s=120)
     )
     found = {"lanes": lanes, "nvlink_idle_bytes": idle, "nvlink_bytes": crossed, "step_s": seconds}
     report.note(f"{name}_lane", found)

@@ -10,9 +10,10 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from common import SpikeError, wait_until
 
@@ -107,7 +108,7 @@ class Rank:
         """The end of what the rank printed."""
         return (self.folder / "log").read_text(errors="replace")[-size:]
 
-    def wait_ready(self, timeout_s: float = 90) -> Rank:
+    def wait_ready(self, timeout_s: float = 90) -> Self:
         """Wait until the rank serves commands."""
         ready = self.folder / "ready"
         wait_until(lambda: ready.exists() or not self.alive(), timeout_s, f"{self.tag} start")
@@ -194,7 +195,7 @@ def value_of(rank: Rank, op: str, answer: dict[str, Any]) -> Any:
     return answer["value"]
 
 
-def call_all(ranks: list[Rank], op: str, *, timeout_s: float = 60, **args: Any) -> list[Any]:
+def call_all(ranks: Sequence[Rank], op: str, *, timeout_s: float = 60, **args: Any) -> list[Any]:
     """The same operation on several ranks at once."""
     posted = [(rank, rank.send(op, **args)) for rank in ranks]
     return [value_of(rank, op, rank.receive(index, timeout_s)) for rank, index in posted]

@@ -7,11 +7,10 @@ memory.
 
 from __future__ import annotations
 
+import checkpoints
 from common import GpuReadings, Report, SpikeError, run_spike
 from rank_process import Rank, kill_all
 from streams import GIB, Case, attempt_case, mapped_copy, start_source
-
-import snapshot
 
 SIZE_BYTES, CHUNK_BYTES = 16 * GIB, 2 * GIB
 FIRST_PID = 12_000
@@ -24,10 +23,10 @@ def restored_from_image(names: list[tuple[str, int]]) -> list[Rank]:
         rank = Rank("stream_rank.py", name, gpu, first_pid=FIRST_PID + 3000 * number).wait_ready()
         rank.call("reserve", size_bytes=SIZE_BYTES)
         ranks.append(rank)
-    folder = snapshot.fresh_folder("/dev/shm")
-    images = [snapshot.to_image(rank, folder)[0] for rank in ranks]
+    folder = checkpoints.fresh_folder("/dev/shm")
+    images = [checkpoints.to_image(rank, folder)[0] for rank in ranks]
     for rank, image in zip(ranks, images, strict=True):
-        snapshot.from_image(rank, image)
+        checkpoints.from_image(rank, image)
     return ranks
 
 

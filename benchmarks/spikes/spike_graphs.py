@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import time
 
+import checkpoints
 import ep_group
 from common import GpuReadings, Report, SpikeError, run_spike
 from ep_group import EpPeer
 from rank_process import kill_all
-
-import snapshot
 
 GRAPHS, LAYERS = 50, 30
 
@@ -46,8 +45,8 @@ def captured(report: Report, rank: EpPeer) -> None:
 def moved(report: Report, rank: EpPeer, name: str, swap: bool) -> None:
     """Park, restore (perhaps onto the other GPU), new Buffer elsewhere, rebind, replay all."""
     rank.call("drop")
-    timings = snapshot.cuda_out(rank.pid)
-    timings |= snapshot.cuda_in(rank.pid, snapshot.swapped(0, 1) if swap else None)
+    timings = checkpoints.cuda_out(rank.pid)
+    timings |= checkpoints.cuda_in(rank.pid, checkpoints.swapped(0, 1) if swap else None)
     rank.call("occupy")
     begin = time.perf_counter()
     rank.call("fresh", rank=1)

@@ -10,10 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 from common import Report, SpikeError, run_spike
 from rank_process import Rank, kill_all, value_of
-
-import snapshot
 
 ENV = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -51,9 +50,9 @@ def pair(report: Report, name: str, used_before: bool) -> None:
     if used_before:
         report.note(f"{name}_before", together(ranks))
         leave(ranks)
-    image, timings = snapshot.to_image(ranks[1], snapshot.fresh_folder("/dev/shm"))
+    image, timings = checkpoints.to_image(ranks[1], checkpoints.fresh_folder("/dev/shm"))
     report.note(f"{name}_dump", timings)
-    report.note(f"{name}_restore", snapshot.from_image(ranks[1], image))
+    report.note(f"{name}_restore", checkpoints.from_image(ranks[1], image))
     for number in range(2):
         found = together(ranks)
         report.note(f"{name}_{number}", found)

@@ -12,12 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import ep_group
 from common import GpuReadings, Report, SpikeError, run_spike
 from ep_group import EpPeer
 from rank_process import Rank, kill_all
-
-import snapshot
 
 GIB = 1 << 30
 UNCACHED = {"UCX_CUDA_IPC_CACHE": "n"}
@@ -40,14 +39,14 @@ def cycle(readings: GpuReadings, order: str, peer: EpPeer, leaver: EpPeer) -> di
     begin = time.perf_counter()
     unmap(order, peer, leaver)
     found["unmap_s"] = time.perf_counter() - begin
-    found |= snapshot.cuda_out(leaver.pid)
+    found |= checkpoints.cuda_out(leaver.pid)
     found["parked_bytes"] = readings.used_bytes(leaver.gpu)
     ep_group.alone(peer)
     if order == "leaver_first":
         peer.call("disconnect", ranks=[leaver.number])
         ep_group.alone(peer)
     begin = time.perf_counter()
-    found |= snapshot.cuda_in(leaver.pid)
+    found |= checkpoints.cuda_in(leaver.pid)
     leaver.call("fresh", rank=leaver.number)
     leaver.call("route", world=[leaver.number])
     leaver.call("rebind")
@@ -61,9 +60,9 @@ def cycle(readings: GpuReadings, order: str, peer: EpPeer, leaver: EpPeer) -> di
 
 def after_refusal(report: Report, name: str, leaver: EpPeer) -> None:
     """Is the process still good for anything after the driver refused?"""
-    steps = [snapshot.cuda_state(leaver.pid)]
+    steps = [checkpoints.cuda_state(leaver.pid)]
     try:
-        snapshot.unlock(leaver.pid)
+        checkpoints.unlock(leaver.pid)
         steps.append("unlocked")
         leaver.call("fresh", rank=leaver.number, timeout_s=20)
         leaver.call("rebind", timeout_s=20)
@@ -105,11 +104,11 @@ def from_image(report: Report, name: str, cycles: int, env: dict[str, str]) -> N
     peer, leaver = ep_group.start([0, 1], timeout_ms=1000, first_pid=20_000, env=env)
     ep_group.capture_alone([peer, leaver])
     leaver.call("drop")
-    image, timings = snapshot.to_image(leaver, snapshot.fresh_folder("/dev/shm"))
+    image, timings = checkpoints.to_image(leaver, checkpoints.fresh_folder("/dev/shm"))
     passed = 0
     try:
         for number in range(cycles):
-            timings |= snapshot.from_image(leaver, Path(image))
+            timings |= checkpoints.from_image(leaver, Path(image))
             begin = time.perf_counter()
             leaver.call("fresh", rank=1)
             leaver.call("rebind")
@@ -152,8 +151,8 @@ def plain_ipc(report: Report, name: str, keep_open: bool) -> None:
         ipc_round(leaver, peer, 1, close=not keep_open)
         ipc_round(peer, leaver, 2, close=True)
         leaver.call("release")
-        report.note(f"{name}_out", snapshot.cuda_out(leaver.pid))
-        report.note(f"{name}_in", snapshot.cuda_in(leaver.pid))
+        report.note(f"{name}_out", checkpoints.cuda_out(leaver.pid))
+        report.note(f"{name}_in", checkpoints.cuda_in(leaver.pid))
         leaver.call("allocate", kind="malloc", size_bytes=GIB, chunk_bytes=GIB)
         if keep_open:
             leaver.call("ipc_push")

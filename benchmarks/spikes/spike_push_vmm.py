@@ -7,11 +7,19 @@ the bytes seen on NVLink.
 
 from __future__ import annotations
 
+import checkpoints
 from common import Report, SpikeError, run_spike
+from isolated import isolated
 from rank_process import Rank, kill_all
-from streams import ARENA_BYTES, GIB, Case, mapped_copy, run_cases, start_restored, start_source
-
-import snapshot
+from streams import (
+    ARENA_BYTES,
+    GIB,
+    Case,
+    case_with_new_pair,
+    mapped_copy,
+    start_restored,
+    start_source,
+)
 
 CASES = [
     Case("malloc", "posix", op="READ", size_gib=30, step_gib=2),
@@ -42,7 +50,7 @@ def make() -> tuple[Rank, Rank]:
     return start_source(), start_restored()
 
 
-def fabric_usable(report: Report) -> bool:
+def fabric_usable(report: Report) -> None:
     """Whether a fabric handle can be allocated here at all."""
     rank = Rank("stream_rank.py", "probe", 0).wait_ready()
     report.note("facts", rank.call("facts"))
@@ -50,7 +58,6 @@ def fabric_usable(report: Report) -> bool:
     report.note("fabric_allocation", answer.get("error", "allowed"))
     report.metric("fabric_allocation_ok", "error" not in answer)
     rank.kill()
-    return "error" not in answer
 
 
 def by_descriptor(report: Report) -> None:
@@ -74,7 +81,8 @@ def park_with_mapping(report: Report, source: Rank, sink: Rank) -> None:
     sink.call("release")
     try:
         report.note(
-            "park_with_open_mapping", {**snapshot.cuda_out(sink.pid), **snapshot.cuda_in(sink.pid)}
+            "park_with_open_mapping",
+            {**checkpoints.cuda_out(sink.pid), **checkpoints.cuda_in(sink.pid)},
         )
         report.metric("park_with_open_mapping_ok", 1)
     except SpikeError as error:
@@ -82,7 +90,9 @@ def park_with_mapping(report: Report, source: Rank, sink: Rank) -> None:
         report.note("park_with_open_mapping", str(error))
         return
     source.call("close_import")
-    report.note("park_after_close", {**snapshot.cuda_out(sink.pid), **snapshot.cuda_in(sink.pid)})
+    report.note(
+        "park_after_close", {**checkpoints.cuda_out(sink.pid), **checkpoints.cuda_in(sink.pid)}
+    )
     sink.call("allocate", kind="posix", size_bytes=8 * GIB, chunk_bytes=2 * GIB)
     source.call("release")
     source.call("allocate", kind="malloc", size_bytes=8 * GIB, chunk_bytes=2 * GIB)
@@ -90,9 +100,12 @@ def park_with_mapping(report: Report, source: Rank, sink: Rank) -> None:
 
 
 def body(report: Report) -> None:
-    """The way that must work, then the matrix."""
-    report.attempt("by_descriptor", by_descriptor)
-    run_cases(report, CASES + (FABRIC_CASES if fabric_usable(report) else []), make)
+    """The way that must work, then the matrix; every part in a process of its own."""
+    isolated(report, "by_descriptor", by_descriptor, timeout_s=150)
+    isolated(report, "fabric", fabric_usable)
+    fabric = FABRIC_CASES if report.metrics.get("fabric_allocation_ok") else []
+    for case in CASES + fabric:
+        isolated(report, case.name, case_with_new_pair, case, make, timeout_s=60)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ STOP_TIMEOUTS_MS = (100, 500, 2000)
 
 def renew(peers: list[EpPeer], timeout_ms: int = 4000) -> None:
     """Everybody back to a fresh, unconnected Buffer."""
-    call_all(list(peers), "drop")
+    call_all(peers, "drop")
     posted = [(peer, peer.send("fresh", rank=peer.number, timeout_ms=timeout_ms)) for peer in peers]
     for peer, index in posted:
         value_of(peer, "fresh", peer.receive(index))
     for peer in peers:
         peer.call("route", world=[peer.number])
-    call_all(list(peers), "rebind")
+    call_all(peers, "rebind")
 
 
 def join_all(order: list[EpPeer], op: str) -> list[float]:
@@ -83,10 +83,10 @@ def others_step(peers: list[EpPeer], stopped: EpPeer) -> dict[str, object]:
     """The ranks that still run take one layer while they expect the stopped one."""
     others = [peer for peer in peers if peer is not stopped]
     world = [peer.number for peer in peers]
-    call_all(list(others), "route", world=world, seed=3)
-    steps = call_all(list(others), "watched_step", timeout_s=60)
-    against_all = call_all(list(others), "check", active=world)
-    without = call_all(list(others), "check", active=[peer.number for peer in others])
+    call_all(others, "route", world=world, seed=3)
+    steps = call_all(others, "watched_step", timeout_s=60)
+    against_all = call_all(others, "check", active=world)
+    without = call_all(others, "check", active=[peer.number for peer in others])
     return {"steps": steps, "against_all": against_all, "without_stopped": without}
 
 
@@ -166,7 +166,8 @@ def body(report: Report) -> None:
         for timeout_ms in STOP_TIMEOUTS_MS:
             stop = f"stop_{len(group)}ranks_{timeout_ms}ms"
             report.attempt(stop, stopped_peer, group, timeout_ms, 1, False)
-        report.attempt(f"{stop}_mid_layer", stopped_peer, group, 500, 1, True)
+        name = f"stop_{len(group)}ranks_500ms_mid_layer"
+        report.attempt(name, stopped_peer, group, 500, 1, True)
 
 
 if __name__ == "__main__":

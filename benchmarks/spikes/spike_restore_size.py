@@ -8,10 +8,9 @@ import subprocess
 import time
 from pathlib import Path
 
+import checkpoints
 from common import Report, SpikeError, run_spike, wait_until
 from rank_process import Rank, kill_all
-
-import snapshot
 
 GIB = 1 << 30
 BALLAST_GIB = {"1g": 0, "3g": 2, "6g": 5}  # a torch process alone is an image of about 1 GiB
@@ -28,7 +27,7 @@ def drop_cache() -> None:
 def back(report: Report, rank: Rank, image: Path, name: str) -> None:
     """One restore to the first right step; the process is ended again."""
     begin = time.perf_counter()
-    timings = snapshot.from_image(rank, image)
+    timings = checkpoints.from_image(rank, image)
     answer = rank.call("step")
     total_s = time.perf_counter() - begin
     if answer != WANTED:
@@ -47,13 +46,13 @@ def one_size(report: Report, label: str, ballast_gib: int) -> Path:
     """Dump one size and restore it from every store; returns the tmpfs image."""
     rank = Rank("plain_rank.py", label, 0).wait_ready()
     rank.call("warm", ballast_bytes=ballast_gib * GIB, timeout_s=120)
-    folder = snapshot.fresh_folder("/dev/shm")
-    image, timings = snapshot.to_image(rank, folder)
+    folder = checkpoints.fresh_folder("/dev/shm")
+    image, timings = checkpoints.to_image(rank, folder)
     for key, value in timings.items():
         report.metric(f"{label}_{key}", value)
     back(report, rank, image, f"{label}_tmpfs_first")
     back(report, rank, image, f"{label}_tmpfs")
-    on_disk = snapshot.fresh_folder(DISK) / image.name
+    on_disk = checkpoints.fresh_folder(DISK) / image.name
     shutil.copytree(image, on_disk)
     drop_cache()
     back(report, rank, on_disk, f"{label}_disk_cold")
@@ -67,7 +66,7 @@ def one_size(report: Report, label: str, ballast_gib: int) -> Path:
 def lazy(report: Report, rank: Rank, image: Path) -> None:
     """Restore with pages served on demand, then let the driver and the process touch them."""
     command = [
-        snapshot.CRIU,
+        checkpoints.CRIU,
         "lazy-pages",
         "-D",
         str(image),
@@ -82,9 +81,9 @@ def lazy(report: Report, rank: Rank, image: Path) -> None:
         path = image / "lazy-pages.socket"
         wait_until(lambda: path.exists() or server.poll() is not None, 10, "lazy-pages server")
         begin = time.perf_counter()
-        criu_s = snapshot.restore(rank, image, 60, "-W", str(image), "--lazy-pages")
+        criu_s = checkpoints.restore(rank, image, 60, "-W", str(image), "--lazy-pages")
         report.metric("lazy_criu_s", criu_s)
-        report.note("lazy_cuda", snapshot.cuda_in(rank.pid))
+        report.note("lazy_cuda", checkpoints.cuda_in(rank.pid))
         answer = rank.call("step")
         report.metric("lazy_to_first_step_s", time.perf_counter() - begin)
         touched = rank.call("touch", timeout_s=90)

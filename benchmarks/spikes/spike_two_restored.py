@@ -11,12 +11,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import checkpoints
 import ep_group
 from common import GpuReadings, Report, SpikeError, run_spike
 from ep_group import EpPeer
 from rank_process import call_all, kill_all
-
-import snapshot
 
 FIRST_PID = 12_000
 QUEUED = 3000
@@ -28,13 +27,13 @@ def bring_up(ranks: list[EpPeer]) -> float:
     for rank in ranks:
         rank.call("fresh", rank=rank.number)
         rank.call("route", world=[rank.number])
-    call_all(list(ranks), "rebind")
+    call_all(ranks, "rebind")
     return time.perf_counter() - begin
 
 
 def renew(ranks: list[EpPeer]) -> None:
     """Everybody back to an unconnected Buffer, so that the parts do not disturb each other."""
-    call_all(list(ranks), "drop")
+    call_all(ranks, "drop")
     bring_up(ranks)
 
 
@@ -44,7 +43,7 @@ def one_namespace(
     """Restore both beside the retained rank and prove tokens and lanes."""
     begin = time.perf_counter()
     for joiner, image in zip(joiners, images, strict=True):
-        report.note(f"restore_{joiner.tag}", snapshot.from_image(joiner, image))
+        report.note(f"restore_{joiner.tag}", checkpoints.from_image(joiner, image))
     report.metric("restore_two_in_turn_s", time.perf_counter() - begin)
     report.metric("fresh_and_rebind_two_s", bring_up(joiners))
     everyone = [retained, *joiners]
@@ -70,7 +69,7 @@ def three(report: Report, retained: EpPeer, joiners: list[EpPeer]) -> None:
     ep_group.unmask(everyone)
     for seed in range(5):
         report.note(f"three_{seed}", ep_group.phased(everyone, seed=seed))
-    report.note("three_lanes", call_all(list(everyone), "lanes"))
+    report.note("three_lanes", call_all(everyone, "lanes"))
 
 
 def pair(report: Report, first: EpPeer, second: EpPeer, name: str) -> None:
@@ -107,8 +106,8 @@ def two_namespaces(
     holders: list[subprocess.Popen[bytes]] = []
     try:
         for joiner, image in zip(joiners, images, strict=True):
-            holders.append(snapshot.restore_in_namespace(joiner, image))
-            report.note(f"namespace_cuda_{joiner.tag}", snapshot.cuda_in(joiner.pid))
+            holders.append(checkpoints.restore_in_namespace(joiner, image))
+            report.note(f"namespace_cuda_{joiner.tag}", checkpoints.cuda_in(joiner.pid))
         report.metric("namespaces_cuda_restore_ok", 1)
         bring_up(joiners)
         ep_group.connect(joiners, [retained], timeout_s=25)
@@ -126,11 +125,11 @@ def body(report: Report) -> None:
     """Images first, then both ways of restoring them."""
     retained, *joiners = ep_group.start([0, 1, 0], first_pid=FIRST_PID)
     ep_group.capture_alone([retained, *joiners])
-    call_all(list(joiners), "drop")
-    folder = snapshot.fresh_folder("/dev/shm")
+    call_all(joiners, "drop")
+    folder = checkpoints.fresh_folder("/dev/shm")
     images = []
     for joiner in joiners:
-        image, timings = snapshot.to_image(joiner, folder)
+        image, timings = checkpoints.to_image(joiner, folder)
         images.append(image)
         report.note(f"dump_{joiner.tag}", timings)
     if report.attempt("one_namespace", one_namespace, retained, joiners, images):

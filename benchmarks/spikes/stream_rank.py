@@ -140,7 +140,7 @@ class StreamRank:
         here = self.agent.get_xfer_descs(self._spans(self._memory().data_ptr(), step_bytes), "VRAM")
         there = self.agent.get_xfer_descs(self._spans(remote_address, step_bytes), "VRAM")
         handle = self.agent.initialize_xfer(direction, here, there, self.peer)
-        rates = []
+        rates: list[float] = []
         for _ in range(repeats):
             begin = time.perf_counter()
             state = self.agent.transfer(handle)

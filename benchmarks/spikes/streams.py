@@ -9,10 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import checkpoints
 from common import GpuReadings, Report, SpikeError
 from rank_process import Rank
-
-import snapshot
 
 GIB = 1 << 30
 ARENA_BYTES = 30 * GIB
@@ -54,8 +53,8 @@ def start_restored(gpu: int = 1, name: str = "sink", **options: Any) -> Rank:
     """A rank with reserved arena addresses that went through a CUDA checkpoint."""
     rank = Rank("stream_rank.py", name, gpu, **options).wait_ready()
     rank.call("reserve", size_bytes=ARENA_BYTES)
-    snapshot.cuda_out(rank.pid)
-    snapshot.cuda_in(rank.pid)
+    checkpoints.cuda_out(rank.pid)
+    checkpoints.cuda_in(rank.pid)
     rank.call("open_agent", name=name, timeout_s=90)
     return rank
 
@@ -121,20 +120,10 @@ def attempt_case(
     return False
 
 
-def run_cases(report: Report, cases: list[Case], make: Callable[[], tuple[Rank, Rank]]) -> None:
-    """All cases; a pair that failed or hung is replaced by a new one."""
-    readings = GpuReadings()
-    pair: tuple[Rank, Rank] | None = None
-    for case in cases:
-        if pair is None:
-            pair = make()
-        if not attempt_case(report, readings, case, pair[0], pair[1]):
-            for rank in pair:
-                rank.kill()
-            pair = None
-    if pair is not None:
-        for rank in pair:
-            rank.kill()
+def case_with_new_pair(report: Report, case: Case, make: Callable[[], tuple[Rank, Rank]]) -> None:
+    """One case with ranks of its own: nothing that an earlier case left open can matter."""
+    source, sink = make()
+    run_case(report, GpuReadings(), case, source, sink)
 
 
 def mapped_copy(
