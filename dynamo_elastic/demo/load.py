@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import aiohttp
 
 _REQUEST_TIMEOUT_S = 60.0
+_ID_PREFIX = "cmpl-"
+"""Dynamo's frontend names a completion so, and then by its id of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class StreamResult:
 
     prompt: Prompt
     started_s: float
+    request_id: str = ""
+    """The frontend's own, which the stream keeps on every rank that it is moved to."""
     ended_s: float = 0.0
     text: str = ""
     token_times_s: list[float] = field(default_factory=list)
@@ -69,6 +73,11 @@ class Load:
         """Let every client finish the stream it is in, then end. Raises what a client raised."""
         self._stop.set()
         await asyncio.gather(*self._tasks)
+
+    def take(self) -> list[StreamResult]:
+        """Streams that ended since the last call; they are kept here no longer."""
+        taken, self.results = self.results, []
+        return taken
 
     async def wait_for_each_prompt(self, *, timeout_s: float) -> None:
         """Return once every prompt has been answered at least once. Raises TimeoutError."""
@@ -121,6 +130,7 @@ class Load:
             if "error" in event:
                 result.error = str(event["error"])[:200]
                 return
+            result.request_id = str(event.get("id", "")).removeprefix(_ID_PREFIX)
             for choice in event.get("choices", ()):
                 if choice.get("text"):
                     result.text += choice["text"]

@@ -122,13 +122,16 @@ class Engine(Protocol):
     """One attached engine, seen from its shell. Every call may raise EngineError or EngineGone.
 
     Epoch calls (open, connect, push, install, decide) are refused for an epoch below one already
-    aborted or in force. All are idempotent by epoch.
+    open, aborted or in force. All are idempotent by epoch.
     """
 
     async def status(self) -> EngineStatus: ...
 
     async def open_epoch(self, epoch: Epoch, rank: Rank, world_size: int) -> dict[str, Any]:
-        """Open the group of `epoch`; returns the endpoint that peers need. Serving goes on."""
+        """Open the group of `epoch`; returns the endpoint that peers need. Serving goes on.
+
+        It supersedes older epochs that are not in force, as abort_epoch() would, decided ones too;
+        one whose switch had been announced to the other ranks is in force when this returns."""
         ...
 
     async def connect_epoch(
@@ -178,7 +181,7 @@ class Engine(Protocol):
         ...
 
     async def freeze(self, frozen: bool) -> None:
-        """Freeze (or thaw) expert moves of the engine's own making."""
+        """Freeze (or thaw) expert moves of the engine's own making, if it makes any."""
         ...
 
     async def drain(self, *, short_tokens: int, timeout_s: float) -> int:
@@ -195,7 +198,11 @@ class Engine(Protocol):
         ...
 
     async def abort_epoch(self, epoch: Epoch) -> None:
-        """Close the pending group of `epoch`, if it is still pending, and forget its peers."""
+        """Close the groups of `epoch` and older that are not in force, and forget their peers.
+
+        All ranks still step on the old group after this, though the epoch was decided; but once
+        the switch was announced to the other ranks it is made: raises EngineError, as for any
+        epoch in force."""
         ...
 
     async def submit(self, request: Request) -> None:

@@ -67,7 +67,7 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self._opened: dict[Epoch, tuple[Rank, int]] = {}
         self._pending: Topology | None = None
-        self._aborted = Epoch(0)
+        self._over = Epoch(0)
         self._running: dict[str, _Running] = {}
         self._outputs: asyncio.Queue[Output | None] = asyncio.Queue()
         self._steps = 0
@@ -107,8 +107,19 @@ class FakeEngine:
             raise self.failures[call]
 
     def _refuse_old(self, epoch: Epoch) -> None:
-        if epoch <= self._aborted or (self.topology and epoch < self.topology.epoch):
-            raise EngineError(f"epoch {epoch} is over: it was aborted, or a newer one is in force")
+        in_force = self.topology.epoch if self.topology else Epoch(0)
+        if epoch < in_force or (epoch <= self._over and epoch != in_force):
+            raise EngineError(
+                f"epoch {epoch} is over: it was aborted, or a newer one is open or in force"
+            )
+
+    def _drop(self, epoch: Epoch) -> None:
+        self._over = max(self._over, epoch)
+        self._opened = {e: seat for e, seat in self._opened.items() if e > epoch}
+        if self._pending and self._pending.epoch <= epoch:
+            self._pending = None
+            if self.topology is None:
+                self.state = EngineState.ATTACHED
 
     async def status(self) -> EngineStatus:
         await self._enter("status")
@@ -132,6 +143,7 @@ class FakeEngine:
     async def open_epoch(self, epoch: Epoch, rank: Rank, world_size: int) -> dict[str, Any]:
         await self._enter("open_epoch")
         self._refuse_old(epoch)
+        self._drop(Epoch(epoch - 1))
         self._opened[epoch] = (rank, world_size)
         return {"fake": self.worker_id}
 
@@ -233,12 +245,9 @@ class FakeEngine:
 
     async def abort_epoch(self, epoch: Epoch) -> None:
         await self._enter("abort_epoch")
-        self._aborted = max(self._aborted, epoch)
-        self._opened.pop(epoch, None)
-        if self._pending and self._pending.epoch <= epoch:
-            self._pending = None
-            if self.topology is None:
-                self.state = EngineState.ATTACHED
+        if self.topology and self.topology.epoch == epoch:
+            raise EngineError(f"epoch {epoch} is in force")
+        self._drop(epoch)
 
     async def submit(self, request: Request) -> None:
         await self._enter("submit")

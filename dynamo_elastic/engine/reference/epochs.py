@@ -27,6 +27,8 @@ from dynamo_elastic.types import Epoch, Rank, Region, WorkerId
 _CALL_TIMEOUT_S = 15.0
 """For the step loop to take in what was prepared; a step may wait for a silent peer meanwhile."""
 
+_STUCK = "the step loop is stuck in a step"
+
 _UNUSED_TIMEOUT_S = 5.0
 _POLL_S = 0.002
 
@@ -43,12 +45,14 @@ class Epochs:
         self._worker_id = worker_id
         self._own = own
         self._opened: dict[Epoch, ExpertGroup] = {}
-        self._aborted = Epoch(0)
+        self._over = Epoch(0)
+        """Epochs up to this one were aborted or superseded; one of them may still be in force."""
 
     def open(self, epoch: Epoch, rank: Rank, world_size: int) -> dict[str, Any]:
-        """See Engine.open_epoch."""
+        """See Engine.open_epoch; interrupt() of the epoch below comes before."""
         self._refuse_old(epoch)
-        group = self._opened.get(epoch)
+        self._drop(Epoch(epoch - 1))
+        group = self._group(epoch)
         if group is None:
             group = self._opened[epoch] = HostExpertGroup(epoch, rank, world_size)
             failpoint("engine.after_open")
@@ -56,11 +60,24 @@ class Epochs:
             raise EngineError(f"epoch {epoch} is open here as {group.rank} of {group.world_size}")
         return {"group": group.address, **self._own.endpoint()}
 
+    def _group(self, epoch: Epoch) -> ExpertGroup | None:
+        """The group of `epoch`, connected or not."""
+        memberships = (self._loop.pending, self._loop.current)
+        connected = (m.group for m in memberships if m is not None and m.epoch == epoch)
+        return self._opened.get(epoch) or next(connected, None)
+
     def _refuse_old(self, epoch: Epoch) -> None:
         current = self._loop.current
-        floor = max(self._aborted + 1, current.epoch if current else 0)
-        if epoch < floor:
-            raise EngineError(f"epoch {epoch} is over: it was aborted, or a newer one is in force")
+        floor = max(self._over + 1, current.epoch if current else 0)
+        if epoch < floor and not self._in_force(epoch):
+            raise EngineError(
+                f"epoch {epoch} is over: it was aborted, or a newer one is open or in force"
+            )
+
+    def _in_force(self, epoch: Epoch) -> bool:
+        current = self._loop.current
+        serving = self._loop.state is EngineState.SERVING
+        return serving and current is not None and current.epoch == epoch
 
     def connect(
         self,
@@ -103,7 +120,7 @@ class Epochs:
         try:
             self._loop.calls.put(function).result(_CALL_TIMEOUT_S)
         except TimeoutError as exc:
-            raise EngineError("the step loop is stuck in a step", took_effect=True) from exc
+            raise EngineError(_STUCK, took_effect=True) from exc
 
     def _is_pending_or_current(self, epoch: Epoch) -> bool:
         memberships = (self._loop.pending, self._loop.current)
@@ -221,24 +238,34 @@ class Epochs:
         self._in_loop(lambda: self._loop.install(topology))
 
     def interrupt(self, epoch: Epoch) -> None:
-        """From any thread: let nobody wait for peers of `epoch` any more. Raises EngineError if
-        that epoch is in force."""
-        current = self._loop.current
-        if current is None or current.epoch != epoch:
-            group = self._opened.get(epoch)
-        elif self._loop.state is EngineState.SERVING:
-            raise EngineError(f"epoch {epoch} is in force")
-        else:
-            group = current.group
-        self._aborted = max(self._aborted, epoch)
-        if group is not None:
+        """From any thread: `epoch` and older are over, unless in force, and nobody waits for their
+        peers any more."""
+        self._over = max(self._over, epoch)
+        waiting = [group for e, group in list(self._opened.items()) if e <= epoch]
+        if self._loop.state is EngineState.JOINING:
+            # In this order: the loop makes the pending one the current one.
+            memberships = (self._loop.pending, self._loop.current)
+            waiting += [m.group for m in memberships if m is not None and m.epoch <= epoch]
+        for group in waiting:
             group.close()
 
     def abort(self, epoch: Epoch) -> None:
         """See Engine.abort_epoch; interrupt() comes before."""
+        self._drop(epoch)
+        if self._in_force(epoch):
+            raise EngineError(f"epoch {epoch} is in force")
+
+    def _drop(self, epoch: Epoch) -> None:
+        """No group of `epoch` or older is open, or pending: if the switch to one had been
+        announced, it is in force."""
         for opened in [e for e in self._opened if e <= epoch]:
             self._opened.pop(opened).close()
-        self._in_loop(lambda: self._loop.drop_pending(epoch))
+        self._in_loop(lambda: self._loop.withdraw(epoch))
+        deadline = time.monotonic() + _CALL_TIMEOUT_S
+        while (pending := self._loop.pending) is not None and pending.epoch <= epoch:
+            if time.monotonic() > deadline:
+                raise EngineError(_STUCK, took_effect=True)
+            time.sleep(_POLL_S)
         self._forget_strangers()
 
     def disconnect(self, epoch: Epoch) -> None:

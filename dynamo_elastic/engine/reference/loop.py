@@ -39,6 +39,9 @@ IDLE_S = 0.01
 _FIRST_ROUND_TIMEOUT_S = 60.0
 """A joiner has seen the decision; the ranks in force switch when all of them have."""
 
+MOVED_REQUESTS = "requests go on elsewhere:"
+"""Begins the log message that lists them."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -98,7 +101,7 @@ class StepLoop:
         """One round of the group in force: hear what all say, then do what was announced. Raises
         PeerLost if the group was closed."""
         if self.current is None:
-            if self.pending is not None and self.pending.decided_s:
+            if self.pending is not None and self.pending.may_be_entered:
                 self._enter(self.pending)
             return
         current = self.current
@@ -115,6 +118,9 @@ class StepLoop:
         if commit > current.epoch:
             self._switch(commit)
             return
+        if self.pending is not None and self.pending.withdrawn:
+            # All have heard that this rank is not ready, and nobody had announced the switch.
+            self._close_pending()
         if go:
             self._step(current)
         self._round_ended_s = time.monotonic()
@@ -135,7 +141,7 @@ class StepLoop:
     def _ready_epoch(self, current: Membership) -> Epoch:
         """The pending epoch, once it is decided and nobody would have to wait for a joiner."""
         pending = self.pending
-        if pending is None or not pending.decided_s:
+        if pending is None or not pending.may_be_entered:
             return current.epoch
         retained, _ = pending.shared_with(current)
         joiners = [Rank(r) for r in range(pending.group.world_size) if r not in retained]
@@ -212,6 +218,8 @@ class StepLoop:
             if membership is not None:
                 membership.group.close()
         self.current = self.old = None
+        if self.pending is not None and self.pending.withdrawn:
+            self._close_pending()
         self._send(self.scheduler.end(Finish.FAILED, f"retry: the rank left its group ({reason})"))
 
     def _fail_all(self, current: Membership) -> None:
@@ -219,6 +227,9 @@ class StepLoop:
         self._send(self.scheduler.end(Finish.FAILED, reason))
 
     def _send(self, outputs: list[Output]) -> None:
+        moved = [o.request_id for o in outputs if o.finish is Finish.MOVED]
+        if moved:
+            _log.info("%s %s", MOVED_REQUESTS, " ".join(moved))
         if outputs:
             self._emit(outputs)
 
@@ -258,26 +269,33 @@ class StepLoop:
         self._send(self.scheduler.cancel(request_id))
 
     def set_pending(self, membership: Membership) -> None:
-        """Make a connected group the next one; a pending one before it is closed."""
-        self.drop_pending(membership.epoch)
+        """Make a connected group the next one. Raises EngineError while there is another."""
+        if self.pending is not None:
+            raise EngineError(f"epoch {self.pending.epoch} is pending: abort it first")
         self.pending = membership
 
-    def drop_pending(self, epoch: Epoch) -> None:
-        """Close the pending group of `epoch` or older. Raises EngineError if the switch to it has
-        begun."""
+    def withdraw(self, epoch: Epoch) -> None:
+        """Begin to drop the pending group of `epoch` or older. It is `pending` no longer when that
+        is done: dropped, or in force, if the switch had been announced."""
         if self.pending is None or self.pending.epoch > epoch:
             return
-        if self._commit == self.pending.epoch:
-            raise EngineError(f"epoch {self._commit} is being switched to")
-        self.pending.group.close()
-        self.pending = None
+        if self.current is not None and self.pending.may_be_entered:
+            # Another rank may have heard that we are ready: the next round takes that back.
+            self.pending.withdrawn = True
+        else:
+            self._close_pending()
+
+    def _close_pending(self) -> None:
+        if self.pending is not None:
+            self.pending.group.close()
+            self.pending = None
 
     def decide(self, epoch: Epoch) -> None:
         """The switch to the pending group of `epoch` may happen. Raises EngineError if there is no
         such group; one that is in force is fine."""
         if self.current is not None and self.current.epoch == epoch:
             return
-        if self.pending is None or self.pending.epoch != epoch:
+        if self.pending is None or self.pending.epoch != epoch or self.pending.withdrawn:
             raise EngineError(f"epoch {epoch} is not connected here")
         self.pending.decided_s = self.pending.decided_s or time.monotonic()
 

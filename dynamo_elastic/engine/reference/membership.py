@@ -84,6 +84,8 @@ class Membership:
     masked: frozenset[Rank] = frozenset()
     decided_s: float = 0.0
     """Monotonic time at which the decision for this epoch was seen; 0 before."""
+    withdrawn: bool = False
+    """It was decided, and is to be dropped unless the switch to it has been announced."""
     proven: bool = False
     """A step of this group was right."""
 
@@ -98,6 +100,11 @@ class Membership:
     @property
     def rank(self) -> Rank:
         return self.group.rank
+
+    @property
+    def may_be_entered(self) -> bool:
+        """True if the decision for this epoch was seen and not taken back."""
+        return self.decided_s > 0 and not self.withdrawn
 
     @property
     def lost_experts(self) -> tuple[int, ...]:

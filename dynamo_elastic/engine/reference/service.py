@@ -80,6 +80,7 @@ class ReferenceEngine:
         )
 
     async def open_epoch(self, epoch: Epoch, rank: Rank, world_size: int) -> dict[str, Any]:
+        self._epochs.interrupt(Epoch(epoch - 1))
         return await self._prepare(lambda: self._epochs.open(epoch, rank, world_size))
 
     async def connect_epoch(
@@ -131,6 +132,8 @@ class ReferenceEngine:
             self._feed.drop(request_id)
 
     async def freeze(self, frozen: bool) -> None:
+        """Nothing to stop: this engine moves no experts of its own accord, only in push_experts().
+        The flag shows in status()."""
         self._frozen = frozen
 
     async def drain(self, *, short_tokens: int, timeout_s: float) -> int:

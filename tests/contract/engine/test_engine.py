@@ -224,6 +224,26 @@ def test_epochs_end(make: Make, tmp_path: Path) -> None:
     run(make, tmp_path, scenario)
 
 
+def test_a_newer_epoch_supersedes_the_pending_one(make: Make, tmp_path: Path) -> None:
+    async def scenario(subject: Subject) -> None:
+        engine = subject.engine
+        await bring_up(engine, 1)
+        endpoint = await engine.open_epoch(Epoch(2), Rank(0), 1)
+        await engine.connect_epoch(alone(2), {ME: endpoint}, timeout_s=TIMEOUT_S)
+        await engine.open_epoch(Epoch(3), Rank(0), 1)
+        with pytest.raises(EngineError, match="not connected"):
+            await engine.decide(Epoch(2))
+        with pytest.raises(EngineError, match="over"):
+            await engine.open_epoch(Epoch(2), Rank(0), 1)
+        await engine.push_experts(Epoch(1), ME, [])
+        with pytest.raises(EngineError, match="in force"):
+            await engine.abort_epoch(Epoch(1))
+        await engine.push_experts(Epoch(1), ME, [])
+        assert (await engine.status()).state is EngineState.SERVING
+
+    run(make, tmp_path, scenario)
+
+
 def test_digests(make: Make, tmp_path: Path) -> None:
     async def scenario(subject: Subject) -> None:
         engine = subject.engine

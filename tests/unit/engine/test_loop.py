@@ -220,24 +220,75 @@ def test_a_rank_without_a_place_in_the_next_epoch_leaves(bench: Bench) -> None:
     assert bench.group.closed
 
 
-def test_a_decided_switch_cannot_be_dropped_once_announced(bench: Bench) -> None:
-    bench.join(ScriptedGroup(2))
+def test_a_decision_is_taken_back_in_a_round_before_its_group_is_closed(bench: Bench) -> None:
+    new = ScriptedGroup(2)
+    bench.join(new)
+    bench.group.peer = {"ready": Epoch(1)}
     bench.rounds(1)
-    with pytest.raises(EngineError, match="switched to"):
-        bench.loop.drop_pending(Epoch(2))
+    assert bench.group.said[-1].ready == 2
+    bench.loop.withdraw(Epoch(2))
+    assert not new.closed
+    with pytest.raises(EngineError, match="not connected"):
+        bench.loop.decide(Epoch(2))
+    bench.group.peer = {"ready": Epoch(2)}
+    bench.rounds(1)
+    assert bench.group.said[-1].ready == 1
+    assert new.closed
+    assert bench.loop.pending is None
     bench.rounds(2)
+    assert bench.group.said[-1].commit == 0
+
+
+def test_a_switch_that_a_peer_had_announced_is_made_though_it_was_to_be_dropped(
+    bench: Bench,
+) -> None:
+    bench.join(ScriptedGroup(2))
+    bench.group.peer = {"ready": Epoch(1)}
+    bench.rounds(1)
+    bench.loop.withdraw(Epoch(2))
+    bench.group.peer = {"commit": Epoch(2)}
+    bench.rounds(1)
     assert bench.loop.current is not None
     assert bench.loop.current.epoch == 2
 
 
-def test_a_pending_epoch_that_is_not_decided_can_be_dropped(bench: Bench) -> None:
+def test_a_switch_that_was_announced_is_made_though_it_was_to_be_dropped(bench: Bench) -> None:
+    bench.join(ScriptedGroup(2))
+    bench.rounds(1)
+    bench.loop.withdraw(Epoch(2))
+    bench.rounds(1)
+    assert bench.loop.current is not None
+    assert bench.loop.current.epoch == 2
+
+
+def test_a_pending_epoch_that_is_not_decided_is_dropped_at_once(bench: Bench) -> None:
     new = ScriptedGroup(2)
     bench.pend(new)
     bench.rounds(3)
-    bench.loop.drop_pending(Epoch(2))
+    bench.loop.withdraw(Epoch(1))
+    assert not new.closed
+    bench.loop.withdraw(Epoch(2))
     assert new.closed
     with pytest.raises(EngineError, match="not connected"):
         bench.loop.decide(Epoch(2))
+
+
+def test_a_pending_epoch_is_not_replaced_unasked(bench: Bench) -> None:
+    bench.pend(ScriptedGroup(2))
+    with pytest.raises(EngineError, match="epoch 2 is pending"):
+        bench.pend(ScriptedGroup(3))
+
+
+def test_a_rank_that_lost_its_group_does_not_enter_an_epoch_that_was_taken_back(
+    bench: Bench,
+) -> None:
+    new = ScriptedGroup(2)
+    bench.join(new)
+    bench.loop.withdraw(Epoch(2))
+    bench.group.peer = {"masked": (ME,)}
+    bench.rounds(2)
+    assert bench.loop.state is EngineState.ATTACHED
+    assert new.closed
 
 
 def test_lost_experts_end_requests_and_refuse_new_ones(bench: Bench) -> None:
