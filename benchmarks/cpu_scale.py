@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dynamo_elastic.agent.base import Tier
-from dynamo_elastic.coordinator.records import OperationRecord
+from dynamo_elastic.coordinator.records import MemberState, OperationRecord
 from dynamo_elastic.coordinator.status import read_status
 from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
 from dynamo_elastic.demo.load import (
@@ -122,8 +122,9 @@ async def footprint(deployment: Deployment) -> dict[str, tuple[int, int]]:
         for name, pid in deployment.supervisor.pids.items()
         if name not in ("etcd", "frontend", "planner")
     }
+    serving = (await read_status(deployment.store, deployment.keys)).members
     for slot in await deployment.agent.slots():
-        if slot.pid:
+        if serving[WorkerId(f"slot{slot.slot}")].state is MemberState.SERVING:
             pids[f"engine{slot.slot}"] = slot.pid
     sizes = {}
     for name, pid in pids.items():
