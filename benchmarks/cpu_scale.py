@@ -1,8 +1,9 @@
 """2 -> 4 -> 2 ranks, again and again, under streaming load, on one machine without a GPU.
 
 The switch is the pause that it makes: from the last step of the old group to the first right one of
-the new, on the slowest rank. Cold joiners are booted beside, two at a time as an operation restores two, under the same load and
-in the same run. The restored side is what the operations themselves did.
+the new, on the slowest rank. Cold joiners are booted beside, two at a time as an operation restores
+two, under the same load and in the same run. The restored side is what the operations themselves
+did.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from provenance import write_result
 from rich.console import Console
 from rich.progress import Progress
 
 from dynamo_elastic.agent.base import Tier
-from dynamo_elastic.coordinator.records import MemberState, OperationRecord
-from dynamo_elastic.coordinator.status import read_status
-from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
+from dynamo_elastic.coordinator.records import OperationRecord
 from dynamo_elastic.demo.load import (
     Load,
     Prompt,
@@ -38,6 +38,15 @@ from dynamo_elastic.demo.run import demo_config, demo_prompts
 from dynamo_elastic.demo.view import PhaseFacts
 from dynamo_elastic.phases import Kind, Phase
 from dynamo_elastic.serve.deployment import Deployment, running
+from dynamo_elastic.testing.cycles import (
+    Footprint,
+    Footprints,
+    MovedRequests,
+    footprints,
+    is_ours,
+    lasting,
+    scale_to,
+)
 from dynamo_elastic.types import Epoch, OperationId, WorkerId
 
 CLIENTS = 8
@@ -54,9 +63,10 @@ class Recorder:
         self.operations: list[OperationRecord] = []
         self.cold_s: list[float] = []
         self.memcpy_gbps: list[float] = []
-        self.footprints: list[dict[str, tuple[int, int]]] = []
+        self.footprints: list[Footprints] = []
         self.etcd_keys: list[int] = []
         self.gaps_s: list[float] = []
+        self.moved_gap_s = 0.0
         self.phase_gaps_ms: dict[str, float] = {}
 
     def facts(self, phase: Phase, *kinds: Kind) -> list[PhaseFacts]:
@@ -72,12 +82,7 @@ class Recorder:
 
 async def scale(deployment: Deployment, ranks: int, recorder: Recorder) -> None:
     """One operation to its end. Raises ElasticError if it is not done."""
-    request = await request_scale(deployment.store, deployment.keys, ranks, "cli")
-    await wait_outcome(deployment.store, deployment.keys, request, timeout_s=120)
-    status = await read_status(deployment.store, deployment.keys)
-    if status.last is None or status.last.phase is not Phase.DONE:
-        raise SystemExit(f"scaling to {ranks} failed: {status.last}")
-    recorder.operations.append(status.last)
+    recorder.operations.append(await scale_to(deployment, ranks))
 
 
 async def cold_pair(deployment: Deployment, recorder: Recorder, number: int) -> None:
@@ -115,24 +120,6 @@ class Memcpy:
         return MEMCPY_BYTES / best_s / 1e9
 
 
-async def footprint(deployment: Deployment) -> dict[str, tuple[int, int]]:
-    """(resident bytes, open descriptors) of every process that lives through all cycles."""
-    pids = {
-        name: pid
-        for name, pid in deployment.supervisor.pids.items()
-        if name not in ("etcd", "frontend", "planner")
-    }
-    serving = (await read_status(deployment.store, deployment.keys)).members
-    for slot in await deployment.agent.slots():
-        if serving[WorkerId(f"slot{slot.slot}")].state is MemberState.SERVING:
-            pids[f"engine{slot.slot}"] = slot.pid
-    sizes = {}
-    for name, pid in pids.items():
-        process = psutil.Process(pid)
-        sizes[name] = (process.memory_info().rss, process.num_fds())
-    return sizes
-
-
 def gaps_by_phase(timeline: Path, results: list[StreamResult]) -> dict[str, float]:
     """Longest token gap (ms) of any stream that overlaps each phase, over all operations."""
     offset_s = time.time() - time.monotonic()
@@ -151,7 +138,7 @@ def gaps_by_phase(timeline: Path, results: list[StreamResult]) -> dict[str, floa
 
 async def measure(cycles: int, work_dir: Path, console: Console) -> tuple[Recorder, Any]:
     config = demo_config(work_dir, "bench", planner={"enabled": False})
-    recorder, memcpy = Recorder(), Memcpy()
+    recorder, memcpy, moved = Recorder(), Memcpy(), MovedRequests(config)
     prompts: list[Prompt] = demo_prompts()
     async with running(config, console.print) as deployment:
         load = Load(deployment.url, config.model.name, prompts, CLIENTS)
@@ -169,22 +156,24 @@ async def measure(cycles: int, work_dir: Path, console: Console) -> tuple[Record
                 await scale(deployment, 2, recorder)
                 await asyncio.sleep(0.5)
                 recorder.gaps_s.append(longest_gap(load.results, begin_s, time.monotonic()))
-                recorder.footprints.append(await footprint(deployment))
+                recorder.footprints.append(await footprints(deployment))
                 stored = await deployment.store.get_prefix(deployment.keys.prefix)
                 recorder.etcd_keys.append(len(stored))
                 progress.advance(task)
         await load.stop()
         recorder.phase_gaps_ms = gaps_by_phase(deployment.timeline, load.results)
+        ids = moved.new()
+        recorder.moved_gap_s = max(
+            (r.max_gap_s for r in load.results if r.request_id in ids), default=0.0
+        )
         return recorder, summarize(load.results, reference)
 
 
-def growth(recorder: Recorder, field: int) -> int:
-    """Sum over processes of what each grew from WARM_CYCLE to the last cycle."""
-    first, last = (
-        recorder.footprints[min(WARM_CYCLE, len(recorder.footprints)) - 1],
-        (recorder.footprints[-1]),
-    )
-    return sum(last[name][field] - first[name][field] for name in last if name in first)
+def growth(recorder: Recorder, measure: Callable[[Footprint], int]) -> int:
+    """Sum over our processes of what each grew from WARM_CYCLE to the last cycle."""
+    samples = recorder.footprints[min(WARM_CYCLE, len(recorder.footprints)) - 1 :]
+    first, last = samples[0], samples[-1]
+    return sum(measure(last[p]) - measure(first[p]) for p in lasting(samples) if is_ours(p))
 
 
 def metrics_of(cycles: int, recorder: Recorder, summary: Any) -> dict[str, float]:
@@ -209,6 +198,7 @@ def metrics_of(cycles: int, recorder: Recorder, summary: Any) -> dict[str, float
         "switch_p95_ms": round(float(np.percentile(switches, 95)), 1),
         "decision_to_first_step_p95_ms": round(float(np.percentile(decisions, 95)), 1),
         "token_gap_max_ms": round(1e3 * summary.token_gap_max_s, 1),
+        "moved_gap_max_ms": round(1e3 * recorder.moved_gap_s, 1),
         "token_gap_p95_ms": round(1e3 * float(np.percentile(recorder.gaps_s, 95)), 1),
         "requests_total": summary.requests_total,
         "requests_failed": summary.requests_failed,
@@ -216,8 +206,8 @@ def metrics_of(cycles: int, recorder: Recorder, summary: Any) -> dict[str, float
         "stream_bytes": size,
         "stream_gbps": round(size / seconds / 1e9, 3) if seconds else 0.0,
         "memcpy_gbps": round(statistics.median(recorder.memcpy_gbps), 3),
-        "rss_growth_bytes": growth(recorder, 0),
-        "fd_growth": growth(recorder, 1),
+        "rss_growth_bytes": growth(recorder, lambda f: f.rss_bytes),
+        "fd_growth": growth(recorder, lambda f: f.fds),
         "etcd_keys_growth": recorder.etcd_keys[-1] - recorder.etcd_keys[0],
     }
 
@@ -241,7 +231,10 @@ def main() -> None:
         "cold_s": recorder.cold_s,
         "gaps_s": recorder.gaps_s,
         "token_gap_max_ms_by_phase": recorder.phase_gaps_ms,
-        "footprints": [recorder.footprints[0], recorder.footprints[-1]],
+        "footprints": [
+            {p: asdict(f) for p, f in sample.items()}
+            for sample in (recorder.footprints[0], recorder.footprints[-1])
+        ],
         "phases_s": [
             {p.phase: round(p.elapsed_s, 4) for p in op.phases} for op in recorder.operations
         ],

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 import psutil
 
+from dynamo_elastic.agent.records import ENGINE_LOG
+from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.coordinator.records import OperationRecord
 from dynamo_elastic.coordinator.status import read_status
 from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
+from dynamo_elastic.engine.reference.loop import MOVED_REQUESTS
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.phases import Phase
 from dynamo_elastic.serve.deployment import Deployment
@@ -79,3 +82,26 @@ def slope(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
     return SLOPE_CYCLES * statistics.linear_regression(range(len(values)), values).slope
+
+
+class MovedRequests:
+    """Requests that engines of a deployment sent on to another rank, as their logs have it."""
+
+    def __init__(self, config: DeploymentConfig) -> None:
+        slots = range(config.scale.max_ranks)
+        self._offsets = {config.control_dir(slot) / ENGINE_LOG: 0 for slot in slots}
+
+    def new(self) -> set[str]:
+        """The frontend's ids of those since the last call."""
+        found: set[str] = set()
+        for path, offset in self._offsets.items():
+            if not path.exists():
+                continue
+            with path.open() as log:
+                log.seek(offset)
+                lines = log.read()
+                self._offsets[path] = log.tell()
+            for line in lines.splitlines():
+                _, marker, ids = line.partition(MOVED_REQUESTS)
+                found.update(i.rpartition("/")[0] for i in ids.split() if marker)
+        return found

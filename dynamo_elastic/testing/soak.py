@@ -12,14 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dynamo_elastic.agent.records import ENGINE_LOG
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.demo.load import Load, Prompt, StreamResult, reference_texts
 from dynamo_elastic.demo.run import demo_config
 from dynamo_elastic.demo.view import PhaseFacts
-from dynamo_elastic.engine.reference.loop import MOVED_REQUESTS
 from dynamo_elastic.serve.deployment import Deployment, running
-from dynamo_elastic.testing.cycles import Footprints, footprints, scale_to
+from dynamo_elastic.testing.cycles import Footprints, MovedRequests, footprints, scale_to
 
 WIDTHS = (4, 2, 3, 1)
 """Of one cycle, which begins with one rank."""
@@ -37,29 +35,6 @@ def soak_config(work_dir: Path, deployment: str) -> DeploymentConfig:
         scale={"initial_ranks": 1, "min_ranks": 1},
         engine={"slots_per_rank": 16},
     )
-
-
-class MovedRequests:
-    """Requests that engines of a deployment sent on to another rank, as their logs have it."""
-
-    def __init__(self, config: DeploymentConfig) -> None:
-        slots = range(config.scale.max_ranks)
-        self._offsets = {config.control_dir(slot) / ENGINE_LOG: 0 for slot in slots}
-
-    def new(self) -> set[str]:
-        """The frontend's ids of those since the last call."""
-        found: set[str] = set()
-        for path, offset in self._offsets.items():
-            if not path.exists():
-                continue
-            with path.open() as log:
-                log.seek(offset)
-                lines = log.read()
-                self._offsets[path] = log.tell()
-            for line in lines.splitlines():
-                _, marker, ids = line.partition(MOVED_REQUESTS)
-                found.update(i.rpartition("/")[0] for i in ids.split() if marker)
-        return found
 
 
 @dataclass(slots=True)
