@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -15,13 +16,16 @@ SCRIPT = Path(__file__).parents[3] / "deploy" / "criu" / "install.sh"
 DPKG_STATUS = Path("/var/lib/dpkg/status")
 
 
-def install(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def install(
+    *arguments: str, pass_fds: tuple[int, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["sh", str(SCRIPT), *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
+        pass_fds=pass_fds,
     )
 
 
@@ -42,6 +46,20 @@ def test_existing_criu_is_used_as_it_is() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{program}\n"
     assert program.stat().st_mtime_ns == before.st_mtime_ns
+
+
+@pytest.mark.root
+@pytest.mark.criu
+def test_a_lock_of_the_caller_does_not_condemn_a_good_criu(tmp_path: Path) -> None:
+    """A process that holds a file lock can't be dumped, and locks are inherited."""
+    program = PREFIX / "bin" / "criu"
+    if not program.exists():
+        pytest.skip(f"needs a CRIU in {PREFIX}")
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = install(pass_fds=(lock.fileno(),))
+    assert done.returncode == 0, done.stderr
+    assert "using" in done.stderr
 
 
 @pytest.mark.root
