@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -126,7 +127,12 @@ async def run_demo(work_dir: Path, console: Console) -> list[str]:
         watched.update(deployment.supervisor.pids.values())
     facts.leftovers = leftovers(config, watched)
     console.print(_table(facts))
-    return facts.faults()
+    faults = facts.faults()
+    if faults:
+        console.print(f"logs are kept in {config.state_dir / 'logs'}")
+    else:
+        shutil.rmtree(config.state_dir)
+    return faults
 
 
 async def _scale_under_load(deployment: Deployment, facts: Facts, console: Console) -> None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -135,7 +136,9 @@ async def _open_store(builder: _Builder) -> Store:
 
     if config.etcd.start:
         # A development etcd starts empty: what an earlier run left would be a dead topology.
-        shutil.rmtree(config.state_dir / "etcd", ignore_errors=True)
+        clear = partial(shutil.rmtree, config.state_dir / "etcd", ignore_errors=True)
+        clear()
+        builder.stack.callback(clear)
         await builder.launch(plan.etcd_spec(config), answers, _START_TIMEOUT_S)
     else:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,7 +127,7 @@ def run_cli(
 @contextmanager
 def served(config: DeploymentConfig, work_dir: Path) -> Iterator[ServedDeployment]:
     """Serve `config` until the context is left. Raises ElasticError if it does not come up, or
-    does not end with exit code 0 on SIGINT."""
+    does not end with exit code 0 on SIGINT; then its state directory is kept, logs and all."""
     file, failpoints = work_dir / "deployment.yaml", work_dir / "failpoints"
     work_dir.mkdir(parents=True, exist_ok=True)
     failpoints.mkdir(exist_ok=True)
@@ -146,6 +147,7 @@ def served(config: DeploymentConfig, work_dir: Path) -> Iterator[ServedDeploymen
         yield deployment
     finally:
         _interrupt(deployment)
+    shutil.rmtree(config.state_dir)
 
 
 def _wait_serving(deployment: ServedDeployment, timeout_s: float = 180.0) -> None:
