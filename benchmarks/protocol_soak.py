@@ -26,6 +26,7 @@ from dynamo_elastic.testing.soak import Cycle, SoakResult, soak, soak_config
 
 CLIENTS = 6
 SETTLE_S = 0.5
+SAY_EVERY = 10
 WARM_CYCLES = 10
 """Growth is measured after so many: caches and pools are filled by then."""
 
@@ -42,13 +43,9 @@ def run(cycles: int, work_dir: Path, console: Console) -> SoakResult:
         task = progress.add_task("cycles", total=cycles)
 
         def show(result: SoakResult) -> None:
-            tally = result.tally
-            progress.update(
-                task,
-                advance=1,
-                description=f"{tally.requests} requests, {tally.failed} failed, "
-                f"last cycle {result.cycles[-1].elapsed_s:.1f} s",
-            )
+            progress.advance(task)
+            if len(result.cycles) % SAY_EVERY == 0:
+                console.print(so_far(result))
 
         return asyncio.run(
             soak(
@@ -61,6 +58,17 @@ def run(cycles: int, work_dir: Path, console: Console) -> SoakResult:
                 progress=show,
             )
         )
+
+
+def so_far(result: SoakResult) -> str:
+    tally, last = result.tally, result.cycles[-1]
+    held = [f for p, f in last.footprints.items() if is_ours(p)]
+    return (
+        f"cycle {len(result.cycles)}: {last.elapsed_s:.1f} s, {tally.requests} requests, "
+        f"{tally.failed} failed, {tally.unequal} unequal, {tally.moved} moved, "
+        f"{sum(f.rss_bytes for f in held) / 1e6:.1f} MB, {sum(f.fds for f in held)} descriptors, "
+        f"{sum(f.threads for f in held)} threads, {last.etcd_keys} keys"
+    )
 
 
 def series(cycles: Sequence[Cycle], processes: Sequence[str], measure: Measure) -> list[int]:

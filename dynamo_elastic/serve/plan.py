@@ -18,6 +18,9 @@ def etcd_spec(config: DeploymentConfig) -> ProcessSpec:
     argv += ["--listen-client-urls", client, "--advertise-client-urls", client]
     argv += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
     argv += ["--initial-cluster", f"local={peer}", "--log-level", "warn"]
+    # It keeps its past in memory until told otherwise; nobody here asks for it.
+    argv += ["--auto-compaction-mode", "revision", "--auto-compaction-retention", "1000"]
+    argv += ["--snapshot-count", "2000"]
     return ProcessSpec("etcd", argv, _log(config, "etcd"), critical=True)
 
 
