@@ -203,6 +203,7 @@ async def _operation(
             if fresh and fresh[-1].ended_at_s is not None:
                 break
             await asyncio.sleep(0.05)
+    console.print()
     stored = await deployment.store.get(deployment.keys.last)
     if stored is not None:
         facts.operations.append(decode(OperationRecord, stored.value))
