@@ -36,6 +36,8 @@ if ! cmp -s deploy/requirements.txt "$stamp"; then
   say "creating .venv (about 2 GB, a few minutes)"
   python3 -m venv .venv
   .venv/bin/python -m pip install -q --upgrade pip
+  # torch may be a CUDA build, whose libraries are packages of their own: it alone brings its needs.
+  .venv/bin/python -m pip install -q -c deploy/requirements.txt "$(grep ^torch== deploy/requirements.txt)"
   .venv/bin/python -m pip install -q --no-deps -r deploy/requirements.txt
   # setuptools warns that folders here may shadow packages; import-linter and ruff watch over that.
   .venv/bin/python -W ignore -m pip install -q --no-deps --no-build-isolation -e . 2>.venv/install.log ||
