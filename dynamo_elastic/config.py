@@ -56,6 +56,12 @@ class ScaleConfig(_Section):
     short_tokens: int = Field(default=8, ge=0)
     """A leaver lets requests with at most so many tokens to go finish; the others move."""
     lease_ttl_s: int = Field(default=5, ge=2, le=60)
+    operation_timeout_s: Seconds = 300.0
+    """Deadline of a whole operation: it aborts before COMMIT, and stops moving experts after it."""
+    slots_timeout_s: Seconds = 120.0
+    """A target that can't be acted on for so long, say for want of free slots, is given up."""
+    quarantine_s: Seconds = 300.0
+    """A slot, or a slot's image, that failed twice in a row is left out for so long."""
 
     @property
     def limits(self) -> ScaleLimits:
@@ -70,6 +76,14 @@ class SnapshotConfig(_Section):
     catalog: Path = Path("/var/lib/dynamo-elastic/images")
     create_missing: bool = True
     """Make images for slots that have none before serving."""
+    max_images_per_slot: int = Field(default=1, ge=1, le=100)
+    """Of one deployment; a new image takes the place of the oldest."""
+    max_bytes: int = Field(default=64 << 30, ge=1 << 20)
+    """Of the whole catalog; beyond it the least recently used images go."""
+    max_age_s: float = Field(default=30 * 86400, gt=0)
+    """Images of any deployment that were not used for so long go."""
+    quarantine_s: Seconds = 600.0
+    """An image that failed to restore twice is not tried for so long."""
 
 
 class EtcdConfig(_Section):
@@ -170,6 +184,12 @@ def _scale_faults(scale: ScaleConfig) -> list[str]:
         faults.append(
             f"scale.initial_ranks: {scale.initial_ranks} is outside "
             f"{scale.min_ranks}-{scale.max_ranks} (scale.min_ranks, scale.max_ranks)"
+        )
+    longest_s = max(scale.restore_timeout_s, scale.drain_timeout_s + scale.step_timeout_s)
+    if scale.operation_timeout_s <= longest_s:
+        faults.append(
+            f"scale.operation_timeout_s: must be above {longest_s:g}, the longest step "
+            "(scale.restore_timeout_s, or scale.drain_timeout_s + scale.step_timeout_s)"
         )
     if scale.lease_ttl_s >= scale.step_timeout_s:
         faults.append("scale.lease_ttl_s: must be below scale.step_timeout_s")

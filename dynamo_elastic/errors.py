@@ -28,6 +28,7 @@
   + PeerLost                   an expert-parallel peer went away; carries .ranks
   + SnapshotError
     - SnapshotNotFound
+    - SnapshotInUse            somebody holds the snapshot or the catalog; nothing was changed
     - SnapshotDamaged          a file is missing, altered, or not ours; nothing was run
     - SnapshotMismatch         the fingerprint does not fit; carries .mismatches
     - NotQuiescent             the process holds what an image must not; carries .findings
@@ -205,6 +206,10 @@ class SnapshotError(ElasticError):
 
 class SnapshotNotFound(SnapshotError):
     """No such snapshot in the catalog."""
+
+
+class SnapshotInUse(SnapshotError):
+    """Somebody else holds the snapshot, or the catalog for too long; nothing was changed."""
 
 
 class SnapshotDamaged(SnapshotError):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from dynamo_elastic.errors import IllegalTransition
-from dynamo_elastic.snapshot.process import ProcessRef
+from dynamo_elastic.snapshot.process import ProcessRef, command
 
 BOOT_LOG = "boot.log"
 """In the control directory: output of an engine until it is attached. It is open in the image."""
@@ -22,6 +22,20 @@ PIDS_PER_SLOT = 1000
 def first_pid(slot: int) -> int:
     """Lowest pid of the range that images of `slot` use; ranges of slots don't overlap."""
     return PIDS_PER_SLOT * (slot + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PidHolder:
+    """Who has a pid inside a namespace. `what`: 'process', 'thread', 'session' or 'group'."""
+
+    pid: int
+    what: str
+    process: int
+    """The process's pid in our own namespace."""
+
+    def __str__(self) -> str:
+        holder = f"process {self.process} ({command(self.process)})"
+        return f"pid {self.pid} is a {self.what} of {holder}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +64,10 @@ class Namespace(Protocol):
 
     def wait_reaped(self, pid: int, *, timeout_s: float) -> None:
         """Return once no dead process holds `pid` inside (at once if a live one does, or none)."""
+        ...
+
+    def holder(self, pids: Collection[int]) -> PidHolder | None:
+        """Who has one of `pids` inside, as a process or as a thread; None if all are free."""
         ...
 
     def view(self, path: Path) -> Path:

@@ -1,60 +1,61 @@
 """Images on disk: private, whole or absent, and checked before anything of them runs.
 
 CATALOG/                 0700, ours
-  slot2-20260801T101500-3f9a/   0700; one image: CRIU's files and manifest.json
-  .partial-.../                 an image being written; never listed
+  .lock                         held for as long as names change
+  slot2-20260801T101500-3f9a/   0700; one image: CRIU's files and manifest.json. Its readers hold a
+                                shared lock on it. Its time is that of its last use.
+  .partial-.../                 an image being written or removed; never listed. Locked by its
+                                writer: without a lock it is what a dead one left.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
-import stat
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
-from dynamo_elastic.errors import SnapshotDamaged, SnapshotError, SnapshotNotFound
-from dynamo_elastic.snapshot.manifest import MANIFEST_FILE, ImageFile, Manifest, decode, encode
+from dynamo_elastic.errors import (
+    SnapshotDamaged,
+    SnapshotError,
+    SnapshotInUse,
+    SnapshotNotFound,
+)
+from dynamo_elastic.failpoints import failpoint
+from dynamo_elastic.snapshot.checks import (
+    digest_file,
+    file_findings,
+    private_directory,
+    read_manifest,
+)
+from dynamo_elastic.snapshot.locks import Hold, locked_file
+from dynamo_elastic.snapshot.manifest import MANIFEST_FILE, ImageFile, Manifest, encode, sealed
 
 _PARTIAL = ".partial-"
-_FOREIGN_BITS = 0o077
+_LOCK_FILE = ".lock"
+_LOCK_TIMEOUT_S = 10.0
+_HOLD_TIMEOUT_S = 2.0
+_POLL_S = 0.01
 
 
-def _check_private(path: Path, wanted: Callable[[int], bool], kind: str) -> os.stat_result:
-    """Ours, of the kind that is wanted, no link, closed to everybody else."""
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A directory to write an image into. Owned by Catalog.draft()."""
+
+    directory: Path
+    hold: Hold
+
+
+@contextmanager
+def _storing(path: Path, act: str) -> Iterator[None]:
+    """Failures of the file system (full, read-only, no rights) in one line that names the place."""
     try:
-        status = path.lstat()
+        yield
     except OSError as exc:
-        raise SnapshotDamaged(f"{path}: can't be read ({exc.strerror})") from exc
-    if not wanted(status.st_mode):
-        raise SnapshotDamaged(f"{path}: is not a plain {kind}")
-    if status.st_uid != os.geteuid():
-        raise SnapshotDamaged(f"{path}: is owned by uid {status.st_uid}, not by us")
-    if status.st_mode & _FOREIGN_BITS:
-        mode = stat.S_IMODE(status.st_mode)
-        raise SnapshotDamaged(f"{path}: mode {mode:04o} lets others in; chmod go= it")
-    return status
-
-
-def digest_file(path: Path) -> str:
-    """xxh3_128 of a file's bytes, in hex."""
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return xxhash.xxh3_128(b"").hexdigest()
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return xxhash.xxh3_128(data).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        raise SnapshotError(f"{path}: can't be {act} ({exc.strerror})") from exc
 
 
 class Catalog:
@@ -64,7 +65,7 @@ class Catalog:
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         if self._exists():
-            _check_private(self.root, stat.S_ISDIR, "directory")
+            private_directory(self.root)
 
     def entries(self) -> dict[str, Manifest | SnapshotDamaged]:
         """Every image by id, newest first, then the damaged ones and what is wrong with them."""
@@ -75,8 +76,12 @@ class Catalog:
                 continue
             try:
                 whole.append(self.inspect(name))
+            except SnapshotNotFound:
+                continue
             except SnapshotDamaged as exc:
-                damaged[name] = exc
+                # Not damaged, but gone, if somebody removes it while we look.
+                if os.path.lexists(self.root / name):
+                    damaged[name] = exc
         whole.sort(key=lambda m: m.created_at, reverse=True)
         return {m.image_id: m for m in whole} | damaged
 
@@ -87,85 +92,186 @@ class Catalog:
     def inspect(self, image_id: str) -> Manifest:
         """Its manifest. Raises SnapshotNotFound or SnapshotDamaged."""
         directory = self.directory(image_id)
-        path = directory / MANIFEST_FILE
-        _check_private(path, stat.S_ISREG, "file")
-        manifest = decode(path.read_bytes(), str(path))
+        manifest = read_manifest(directory)
         if manifest.image_id != image_id:
-            raise SnapshotDamaged(f"{path}: is the manifest of {manifest.image_id}")
+            raise SnapshotDamaged(f"{directory}: holds the manifest of {manifest.image_id}")
         return manifest
 
     def directory(self, image_id: str) -> Path:
         """Where its files are. Raises SnapshotNotFound, or SnapshotDamaged if not private."""
         directory = self._path(image_id)
-        _check_private(directory, stat.S_ISDIR, "directory")
+        private_directory(directory)
         return directory
+
+    def findings(self, image_id: str) -> tuple[str, ...]:
+        """All that is wrong with an image, every byte read; () if nothing is. Raises
+        SnapshotNotFound."""
+        try:
+            manifest = self.inspect(image_id)
+            return tuple(file_findings(self.directory(image_id), manifest))
+        except SnapshotDamaged as exc:
+            return (str(exc),)
 
     def verify(self, manifest: Manifest) -> Path:
         """Every byte is what was written, and nothing else is there; returns the directory.
-        Raises SnapshotDamaged naming the file."""
+        Raises SnapshotDamaged naming all that is wrong."""
         directory = self.directory(manifest.image_id)
-        strange = {p.name for p in directory.iterdir()} - {f.name for f in manifest.files}
-        strange.discard(MANIFEST_FILE)
-        if strange:
-            raise SnapshotDamaged(f"{directory}: unknown files {', '.join(sorted(strange))}")
-        for file in manifest.files:
-            path = directory / file.name
-            if path.parent != directory:
-                raise SnapshotDamaged(f"{directory}: the manifest names {file.name!r}")
-            status = _check_private(path, stat.S_ISREG, "file")
-            if status.st_size != file.size_bytes:
-                raise SnapshotDamaged(f"{path}: {status.st_size} bytes, not {file.size_bytes}")
-            if digest_file(path) != file.digest:
-                raise SnapshotDamaged(f"{path}: its content was altered")
+        found = tuple(file_findings(directory, manifest))
+        if found:
+            raise SnapshotDamaged("; ".join(found))
         return directory
 
     def newest(self, slot: int, usable: Callable[[Manifest], bool]) -> Manifest | None:
         """The newest image of `slot` that is `usable`; None if there is none."""
         return next((m for m in self.manifests() if m.slot == slot and usable(m)), None)
 
-    @contextmanager
-    def draft(self, image_id: str) -> Iterator[Path]:
-        """A directory to write an image into; gone on leaving unless it was published."""
-        directory = self.root / f"{_PARTIAL}{image_id}"
-        try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            directory.mkdir(mode=0o700)
-        except OSError as exc:
-            raise SnapshotError(f"{directory}: can't be made ({exc.strerror})") from exc
-        try:
-            yield directory
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+    def hold(self, image_id: str) -> Hold:
+        """A reference: the image stays until it is closed, or its holder dies. Raises
+        SnapshotNotFound or SnapshotDamaged, or SnapshotInUse if it is being removed."""
+        path = self.directory(image_id)
+        deadline = time.monotonic() + _HOLD_TIMEOUT_S
+        while True:
+            try:
+                hold = Hold.take(path, exclusive=False)
+            except FileNotFoundError as exc:
+                raise SnapshotNotFound(f"no snapshot {image_id} in {self.root}") from exc
+            if hold is not None:
+                return hold
+            # Whoever removes it, or asks whether it is in use, is done in a moment.
+            if time.monotonic() > deadline:
+                raise SnapshotInUse(f"snapshot {image_id} is being removed")
+            time.sleep(_POLL_S)
 
-    def seal(self, draft: Path) -> tuple[ImageFile, ...]:
-        """Make a draft's files private and durable; returns them with their digests."""
+    def touch(self, image_id: str) -> None:
+        """It was used now. A read-only catalog forgets that."""
+        with suppress(OSError):
+            os.utime(self.root / image_id)
+
+    def last_used(self, image_id: str) -> float:
+        """Seconds since the epoch: of its last use, or of its making."""
+        return (self.root / image_id).lstat().st_mtime
+
+    @contextmanager
+    def draft(self, image_id: str) -> Iterator[Draft]:
+        """A place to write an image into; gone on leaving unless it was published. Raises
+        SnapshotError if the file system does not let us."""
+        directory = self.root / f"{_PARTIAL}{image_id}"
+        with _storing(self.root, "made"):
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._changing(), _storing(directory, "made"):
+            directory.mkdir(mode=0o700)
+            hold = Hold.take(directory, exclusive=True)
+        if hold is None:
+            raise SnapshotInUse(f"{directory} is held by another process")
+        with hold:
+            try:
+                yield Draft(directory, hold)
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def seal(self, draft: Draft) -> tuple[ImageFile, ...]:
+        """Make a draft's files private and durable; returns them with their digests. Raises
+        SnapshotError."""
         files = []
-        for path in sorted(draft.iterdir()):
-            path.chmod(0o600)
-            _sync(path)
-            files.append(ImageFile(path.name, path.stat().st_size, digest_file(path)))
+        with _storing(draft.directory, "written"):
+            for path in sorted(draft.directory.iterdir()):
+                path.chmod(0o600)
+                _sync(path)
+                files.append(ImageFile(path.name, path.stat().st_size, digest_file(path)))
         return tuple(files)
 
-    def publish(self, draft: Path, manifest: Manifest) -> None:
-        """The image exists: manifest last, then one rename."""
-        path = draft / MANIFEST_FILE
-        path.write_bytes(encode(manifest))
-        path.chmod(0o600)
-        _sync(path)
-        _sync(draft)
-        draft.rename(self.root / manifest.image_id)
-        _sync(self.root)
+    def publish(self, draft: Draft, manifest: Manifest) -> Manifest:
+        """The image exists: manifest last, then one rename; returns the manifest as it is stored.
+        Raises SnapshotError, and the image does not exist."""
+        path = draft.directory / MANIFEST_FILE
+        failpoint("catalog.publish.begin")
+        with _storing(path, "written"):
+            path.write_bytes(encode(manifest))
+            path.chmod(0o600)
+            failpoint("catalog.publish.manifest_written")
+            _sync(path)
+            _sync(draft.directory)
+        final = self.root / manifest.image_id
+        with self._changing(), _storing(final, "made"):
+            if os.path.lexists(final):
+                raise SnapshotError(f"{final} exists already")
+            failpoint("catalog.publish.before_rename")
+            # A reader may come as soon as it has its name.
+            draft.hold.share()
+            draft.directory.rename(final)
+            failpoint("catalog.publish.renamed")
+            _sync(self.root)
+        return sealed(manifest)
 
     def remove(self, image_id: str) -> None:
-        """Delete an image, damaged or not. Raises SnapshotNotFound."""
-        directory = self._path(image_id)
-        if directory.is_symlink():
-            directory.unlink()
+        """Delete an image, damaged or not. Raises SnapshotNotFound; SnapshotInUse if somebody
+        holds it, or SnapshotError, and it is still there."""
+        with self._changing():
+            directory = self._path(image_id)
+            with _storing(directory, "removed"):
+                if directory.is_symlink() or not directory.is_dir():
+                    directory.unlink()
+                    return
+                hold = Hold.take(directory, exclusive=True)
+            if hold is None:
+                raise _in_use(image_id)
+            with hold, _storing(directory, "removed"):
+                # Under this name it is no image any more, should the deletion be cut short.
+                doomed = self.root / f"{_PARTIAL}{image_id}"
+                failpoint("catalog.remove.before_rename")
+                directory.rename(doomed)
+                failpoint("catalog.remove.renamed")
+                shutil.rmtree(doomed)
+                failpoint("catalog.remove.deleted")
+
+    def check_unused(self, image_id: str) -> None:
+        """Raises SnapshotInUse if remove() would, now."""
+        with suppress(OSError):
+            hold = Hold.take(self._path(image_id), exclusive=True)
+            if hold is None:
+                raise _in_use(image_id)
+            hold.close()
+
+    def partials(self) -> tuple[str, ...]:
+        """Names of what dead writers left."""
+        if not self._exists():
+            return ()
+        names = []
+        with self._changing():
+            for name, hold in self._abandoned():
+                hold.close()
+                names.append(name)
+        return tuple(names)
+
+    def remove_partials(self) -> None:
+        """Delete what dumps and removals of dead processes left. Raises SnapshotError."""
+        if not self._exists():
             return
-        # Under this name it is no image any more, should the deletion be cut short.
-        doomed = self.root / f"{_PARTIAL}{image_id}"
-        directory.rename(doomed)
-        shutil.rmtree(doomed)
+        with self._changing():
+            for name, hold in self._abandoned():
+                with hold, _storing(self.root / name, "removed"):
+                    failpoint("catalog.partials.before_removal")
+                    shutil.rmtree(self.root / name)
+
+    def _abandoned(self) -> Iterator[tuple[str, Hold]]:
+        for path in sorted(self.root.glob(f"{_PARTIAL}*")):
+            try:
+                hold = Hold.take(path, exclusive=True)
+            except OSError:
+                continue  # gone meanwhile, or nothing of our making
+            if hold is not None:
+                yield path.name, hold
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Alone among all processes that make or remove names."""
+        try:
+            with locked_file(self.root / _LOCK_FILE, timeout_s=_LOCK_TIMEOUT_S):
+                yield
+        except TimeoutError as exc:
+            raise SnapshotInUse(f"catalog {self.root} is in use by another process") from exc
+        except OSError as exc:
+            raise SnapshotError(f"{self.root}: can't be changed ({exc.strerror})") from exc
 
     def _path(self, image_id: str) -> Path:
         path = self.root / image_id
@@ -179,7 +285,14 @@ class Catalog:
         except OSError as exc:
             raise SnapshotError(f"catalog {self.root}: can't be read ({exc.strerror})") from exc
 
-    def remove_partials(self) -> None:
-        """Delete what unfinished dumps of dead processes left."""
-        for path in self.root.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(path, ignore_errors=True)
+
+def _in_use(image_id: str) -> SnapshotInUse:
+    return SnapshotInUse(f"snapshot {image_id} is in use by an engine or a restore")
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

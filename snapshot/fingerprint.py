@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -50,6 +50,19 @@ def mismatches(image: Fingerprint, here: Fingerprint) -> tuple[str, ...]:
         for field in fields(Fingerprint)
         if (a := getattr(image, field.name)) != (b := getattr(here, field.name))
     )
+
+
+def machine_mismatches(image: Fingerprint, *, criu: str) -> tuple[str, ...]:
+    """Like mismatches(), of what this machine decides alone, whatever the deployment. `criu`: the
+    version here."""
+    here = replace(
+        image,
+        criu=criu,
+        kernel=platform.release(),
+        cpu=cpu_identity(Path("/proc/cpuinfo").read_text()),
+        libc=" ".join(platform.libc_ver()),
+    )
+    return mismatches(image, here)
 
 
 def _short(value: object) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from dynamo_elastic.errors import SnapshotDamaged
 from dynamo_elastic.snapshot.fingerprint import Fingerprint
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 
 
@@ -35,11 +37,15 @@ class Manifest:
     """Of the process, inside its namespace."""
     fingerprint: Fingerprint
     files: tuple[ImageFile, ...]
+    thread_ids: tuple[int, ...] = ()
+    """Of all threads of the process, inside its namespace: they must be free to restore it."""
     timings_s: dict[str, float] = field(default_factory=dict)
     """Of the phases of take_snapshot()."""
     engine: dict[str, Any] = field(default_factory=dict)
     """What the engine wrote when it was detached and ready."""
     schema_version: int = SCHEMA_VERSION
+    digest: str = ""
+    """Of the manifest itself without this field; encode() fills it in."""
 
     @property
     def size_bytes(self) -> int:
@@ -54,16 +60,34 @@ class Manifest:
 _ADAPTER = TypeAdapter(Manifest)
 
 
+def sealed(manifest: Manifest) -> Manifest:
+    """The manifest with its own digest."""
+    bare = replace(manifest, digest="")
+    return replace(bare, digest=xxhash.xxh3_128(_ADAPTER.dump_json(bare)).hexdigest())
+
+
 def encode(manifest: Manifest) -> bytes:
-    return _ADAPTER.dump_json(manifest, indent=2)
+    return _ADAPTER.dump_json(sealed(manifest), indent=2)
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Raises SnapshotDamaged naming `where`."""
+    """Raises SnapshotDamaged naming `where`, also if one byte is not what encode() made."""
+    schema = _schema_of(data)
+    if schema is not None and schema != SCHEMA_VERSION:
+        raise SnapshotDamaged(f"{where}: schema {schema} is not {SCHEMA_VERSION}; make it anew")
     try:
         manifest = _ADAPTER.validate_json(data)
     except ValidationError as exc:
         raise SnapshotDamaged(f"{where}: not a manifest ({exc.error_count()} faults)") from exc
-    if manifest.schema_version != SCHEMA_VERSION:
-        raise SnapshotDamaged(f"{where}: schema {manifest.schema_version} is not {SCHEMA_VERSION}")
+    if encode(manifest) != data:
+        raise SnapshotDamaged(f"{where}: its content was altered")
     return manifest
+
+
+def _schema_of(data: bytes) -> Any:
+    """Looked at first: a manifest of another schema need not have our fields."""
+    try:
+        raw = json.loads(data)
+    except ValueError:
+        return None
+    return raw.get("schema_version") if isinstance(raw, dict) else None

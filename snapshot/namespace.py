@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo_elastic.errors import EngineError, ResourceMissing
 from dynamo_elastic.snapshot import namespace_init
-from dynamo_elastic.snapshot.base import Command
+from dynamo_elastic.snapshot.base import Command, PidHolder
 from dynamo_elastic.snapshot.process import (
     PROC,
     ProcessRef,
@@ -21,9 +22,11 @@ from dynamo_elastic.snapshot.process import (
     identify,
     kill_and_wait,
     namespace_pid,
+    pids_inside,
 )
 
 _ENTER_TIMEOUT_S = 10.0
+_END_TIMEOUT_S = 10.0
 _POLL_S = 0.001
 _PID_MAX = Path("/proc/sys/kernel/pid_max")
 
@@ -37,6 +40,14 @@ echo $!
 """
 
 
+# $1: lowest allowed; $2: above it, start over while there is room.
+_GUARD = """
+read last < /proc/sys/kernel/ns_last_pid
+[ "$last" -ge "$1" ] && [ "$last" -le "$2" ] || echo "$1" > /proc/sys/kernel/ns_last_pid
+"""
+_PIDS_TO_SPARE = 1000
+
+
 def _launch_argv(command: Command, last_pid: int | None) -> list[str]:
     before = "" if last_pid is None else str(last_pid)
     return [
@@ -45,7 +56,11 @@ def _launch_argv(command: Command, last_pid: int | None) -> list[str]:
     ]
 
 
-def _run(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+def _run(
+    argv: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> str:
     try:
         done = subprocess.run(
             list(argv),
@@ -53,6 +68,7 @@ def _run(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> s
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            pass_fds=pass_fds,
             timeout=_ENTER_TIMEOUT_S,
             check=False,
         )
@@ -101,25 +117,35 @@ class PidNamespace:
 
     def processes(self) -> tuple[ProcessRef, ...]:
         """All that runs inside, but for the first process."""
-        inside = _namespace_of(self.init.pid)
-        pids = [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]
-        found = (identify(p) for p in pids if p != self.init.pid and _namespace_of(p) == inside)
+        members = _members(_namespace_of(self.init.pid))
+        found = (identify(pid) for pid in members if pid != self.init.pid)
         return tuple(process for process in found if process is not None)
 
     def view(self, path: Path) -> Path:
         return Path(f"/proc/{self.init.pid}/root{path}")
 
-    def move_cursor(self, pid: int) -> None:
-        """Let the kernel give out pids from `pid` on, so that new processes and threads of running
-        engines stay out of the ranges of images. Raises ResourceMissing if pid_max is too low."""
-        highest = int(_PID_MAX.read_text())
-        if pid >= highest - 1:
+    def holder(self, pids: Collection[int]) -> PidHolder | None:
+        """Who has one of `pids` inside, be it as a process, thread, session or group; None if all
+        are free. A zombie has its pid too."""
+        wanted = frozenset(pids)
+        for process in _members(_namespace_of(self.init.pid)):
+            for inside, what in pids_inside(process):
+                if inside in wanted:
+                    return PidHolder(inside, what, process)
+        return None
+
+    def guard_pids(self, first: int) -> None:
+        """New processes, and new threads of running engines, get pids from `first` on: those below
+        belong to images. The kernel counts up to pid_max and begins again at 300, so this has to be
+        done again and again. Raises ResourceMissing if pid_max is too low."""
+        highest = int(_run(self.enter(["cat", str(_PID_MAX)])))
+        if first + _PIDS_TO_SPARE >= highest:
             raise ResourceMissing(
-                f"kernel.pid_max is {highest}, images need pids up to {pid}",
-                remedy=f"sysctl kernel.pid_max={2 * pid}",
+                f"kernel.pid_max is {highest}, engines need pids up to {first + _PIDS_TO_SPARE}",
+                remedy=f"sysctl kernel.pid_max={4 * (first + _PIDS_TO_SPARE)}",
             )
-        shell = f"echo {pid} > /proc/sys/kernel/ns_last_pid"
-        _run(self.enter(["/bin/sh", "-c", shell]))
+        latest = highest - (highest - first) // 2
+        _run(self.enter(["/bin/sh", "-c", _GUARD, "sh", str(first), str(latest)]))
 
     def end(self, *, timeout_s: float) -> None:
         kill_and_wait(self.init, timeout_s=timeout_s)
@@ -129,20 +155,59 @@ class PidNamespace:
         return alive(self.init)
 
 
-def create_namespace(binds: Mapping[Path, Path] | None = None) -> PidNamespace:
+def create_namespace(
+    binds: Mapping[Path, Path] | None = None, *, lifeline: int = -1
+) -> PidNamespace:
     """A new namespace whose first process only reaps. `binds`: path inside -> directory shown
-    there. Raises ResourceMissing without root. Caller ends it."""
+    there. `lifeline`: the read end of a pipe, with whose other end the namespace ends. Raises
+    ResourceMissing without root. Caller ends it."""
     if os.geteuid() != 0:
         raise ResourceMissing("pid namespaces need root", remedy="run as root")
     pairs = [str(p) for target, source in (binds or {}).items() for p in (source, target)]
     script = str(Path(namespace_init.__file__).resolve())
-    pid = int(_run([sys.executable, "-I", "-S", script, *pairs]))
+    argv = [sys.executable, "-I", "-S", script, str(lifeline), *pairs]
+    pid = int(_run(argv, pass_fds=() if lifeline < 0 else (lifeline,)))
     init = identify(pid)
     if init is None:
         raise ResourceMissing(
             "the namespace's first process ended at once", remedy="see the kernel log"
         )
     return PidNamespace(init)
+
+
+@contextmanager
+def temporary_namespace(binds: Mapping[Path, Path]) -> Iterator[PidNamespace]:
+    """A namespace for as long as we are in the context, and alive."""
+    read, write = os.pipe()
+    try:
+        namespace = create_namespace(binds, lifeline=read)
+    except BaseException:
+        os.close(write)
+        raise
+    finally:
+        os.close(read)
+    try:
+        yield namespace
+    finally:
+        os.close(write)
+        namespace.end(timeout_s=_END_TIMEOUT_S)
+
+
+def namespace_of(process: ProcessRef) -> PidNamespace | None:
+    """The namespace in which it runs; None if that is our own, or it is gone."""
+    inside = _namespace_of(process.pid)
+    if inside in ("", _namespace_of(os.getpid())):
+        return None
+    for pid in _members(inside):
+        init = identify(pid)
+        if init is not None and _namespace_pid_or_0(pid) == 1:
+            return PidNamespace(init)
+    return None
+
+
+def _members(inside: str) -> list[int]:
+    pids = (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
+    return [pid for pid in pids if _namespace_of(pid) == inside]
 
 
 def _namespace_of(pid: int) -> str:
@@ -186,6 +251,9 @@ class HostNamespace:
 
     def wait_reaped(self, pid: int, *, timeout_s: float) -> None:
         """Nothing to wait for: here no pid is chosen."""
+
+    def holder(self, pids: Collection[int]) -> PidHolder | None:
+        """Nobody: here no pid is chosen."""
 
     def view(self, path: Path) -> Path:
         return path

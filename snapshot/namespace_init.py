@@ -1,15 +1,18 @@
 """Makes a pid and mount namespace whose first process reaps orphans until it is killed.
 
-Run as a file (`python -I -S namespace_init.py [SOURCE TARGET]...`), so it imports nothing of ours:
-it stays small for as long as engines live. Each SOURCE is bind-mounted over its TARGET. Prints the
-host pid of the namespace's first process once that is ready. Killing that process ends every
-process of the namespace.
+Run as a file (`python -I -S namespace_init.py LIFELINE [SOURCE TARGET]...`), so it imports nothing
+of ours: it stays small for as long as engines live. Each SOURCE is bind-mounted over its TARGET.
+Prints the host pid of the namespace's first process once that is ready. When that process ends,
+every process of the namespace does. LIFELINE is the read end of a pipe (-1: none): the first
+process ends when nobody has the pipe's other end any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -39,36 +42,61 @@ def main(argv: Sequence[str]) -> None:
     _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWPID), "unshare")
     # Slave: what the host mounts later is seen here, what is mounted here is not seen there.
     _mount("none", "/", None, MS_REC_SLAVE)
-    for source, target in zip(argv[::2], argv[1::2], strict=True):
+    lifeline = int(argv[0])
+    for source, target in zip(argv[1::2], argv[2::2], strict=True):
         _mount(source, target, None, MS_BIND)
     ready_read, ready_write = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(ready_read)
-        _reap_forever(ready_write)
+        _reap(ready_write, lifeline)
     os.close(ready_write)
     if os.read(ready_read, 1) != b"1":
         raise SystemExit("the namespace's first process did not come up")
     sys.stdout.write(f"{pid}\n")
 
 
-def _reap_forever(ready: int) -> None:
+def _reap(ready: int, lifeline: int) -> None:
+    """Reap orphans for ever, or until the lifeline ends."""
     _mount("proc", "/proc", "proc", MS_NOSUID_NODEV_NOEXEC)
     os.setsid()
     os.chdir("/")
+    _let_go(keep={ready, lifeline})
+    poller = select.poll()
+    if lifeline >= 0:
+        poller.register(lifeline, 0)  # only its end is reported
+    children = _child_events()
+    poller.register(children, select.POLLIN)
+    os.write(ready, b"1")
+    os.close(ready)
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if lifeline in dict(poller.poll()):
+            os._exit(0)
+        with contextlib.suppress(BlockingIOError):
+            os.read(children, 4096)
+
+
+def _let_go(keep: set[int]) -> None:
+    """Close whatever was inherited, but for `keep`."""
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    os.write(ready, b"1")
-    os.closerange(3, 64)
-    while True:
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            pass
-        signal.sigwait({signal.SIGCHLD})
+    for fd in set(range(3, 64)) - keep:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def _child_events() -> int:
+    """A descriptor that becomes readable when a child ends."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return read
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from dynamo_elastic.errors import EngineError
 
 PROC = Path("/proc")
+_SHOWN_CHARS = 80
 _STATE, _SESSION, _START = 0, 3, 19
 """Positions in /proc/PID/stat, counted after the command name."""
 
@@ -88,7 +90,46 @@ def namespace_pid(pid: int) -> int:
         status = (PROC / str(pid) / "status").read_text()
     except OSError as exc:
         raise ProcessLookupError(pid) from exc
-    line = next(line for line in status.splitlines() if line.startswith("NSpid:"))
+    return _innermost(status, "NSpid:")
+
+
+def threads_of(pid: int) -> tuple[int, ...]:
+    """Ids of all threads of `pid` in its innermost pid namespace."""
+    found = []
+    for task in (PROC / str(pid) / "task").iterdir():
+        try:
+            status = (task / "status").read_text()
+        except OSError:
+            continue
+        found.append(_innermost(status, "NSpid:"))
+    return tuple(sorted(found))
+
+
+def pids_inside(pid: int) -> Iterator[tuple[int, str]]:
+    """What `pid` occupies in its innermost pid namespace: its own pid, those of its threads, and
+    its session's and group's, which stay taken after their leader has died."""
+    try:
+        status = (PROC / str(pid) / "status").read_text()
+        yield _innermost(status, "NSpid:"), "process"
+        yield _innermost(status, "NSsid:"), "session"
+        yield _innermost(status, "NSpgid:"), "group"
+        for thread in threads_of(pid):
+            yield thread, "thread"
+    except OSError:
+        return
+
+
+def command(pid: int) -> str:
+    """Its command line, cut short, for messages."""
+    try:
+        words = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return "gone"
+    return b" ".join(words[:4]).decode(errors="replace").strip()[:_SHOWN_CHARS] or "a zombie"
+
+
+def _innermost(status: str, name: str) -> int:
+    line = next(line for line in status.splitlines() if line.startswith(name))
     return int(line.split()[-1])
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo_elastic.errors import SnapshotMismatch
+from dynamo_elastic.errors import PidClash, SnapshotMismatch
 from dynamo_elastic.snapshot.base import (
     BOOT_LOG,
     RESTORE_MOVES,
@@ -18,6 +18,7 @@ from dynamo_elastic.snapshot.base import (
 )
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.fingerprint import Fingerprint, mismatches
+from dynamo_elastic.snapshot.locks import work_directory
 from dynamo_elastic.snapshot.manifest import Manifest
 from dynamo_elastic.snapshot.process import ProcessRef
 
@@ -44,8 +45,9 @@ def restore_snapshot(
 ) -> Restored:
     """The image's process runs in `namespace`; the caller gives it its identity.
 
-    Raises SnapshotMismatch or SnapshotDamaged, before anything of the image was run; PidClash or
-    ImagerError, and nothing is left running.
+    Nobody can remove the image meanwhile. Raises SnapshotNotFound, SnapshotMismatch or
+    SnapshotDamaged, before anything of the image was run; PidClash or ImagerError, and nothing is
+    left running.
     """
     track = Track(RESTORE_MOVES, RestorePhase.START, notify)
     try:
@@ -54,9 +56,11 @@ def restore_snapshot(
         if differences:
             raise SnapshotMismatch(manifest.image_id, differences)
         track.to(RestorePhase.VERIFY)
-        directory = catalog.verify(manifest)
-        track.to(RestorePhase.RESTORE)
-        process = _restore(manifest, directory, imager, namespace, timeout_s)
+        with catalog.hold(manifest.image_id):
+            directory = catalog.verify(manifest)
+            track.to(RestorePhase.RESTORE)
+            process = _restore(manifest, directory, imager, namespace, timeout_s)
+        catalog.touch(manifest.image_id)
         track.to(RestorePhase.DONE)
     except BaseException:
         track.to(RestorePhase.FAILED)
@@ -72,5 +76,9 @@ def _restore(
     log.touch()
     log.chmod(0o600)
     namespace.wait_reaped(manifest.root_pid, timeout_s=_REAP_TIMEOUT_S)
-    with tempfile.TemporaryDirectory(prefix="dynamo-elastic-") as work_dir:
-        return imager.restore(directory, namespace, work_dir=Path(work_dir), timeout_s=timeout_s)
+    holder = namespace.holder({manifest.root_pid, *manifest.thread_ids})
+    if holder is not None:
+        argv = ("restore", manifest.image_id)
+        raise PidClash(argv, errno.EEXIST, str(holder), pid=holder.pid)
+    with work_directory() as work_dir:
+        return imager.restore(directory, namespace, work_dir=work_dir, timeout_s=timeout_s)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,13 +27,13 @@ from dynamo_elastic.snapshot.base import (
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.fingerprint import Fingerprint
 from dynamo_elastic.snapshot.inspect_process import Allowed, check_quiescent
+from dynamo_elastic.snapshot.locks import work_directory
 from dynamo_elastic.snapshot.manifest import Manifest
-from dynamo_elastic.snapshot.process import ProcessRef, alive, namespace_pid
+from dynamo_elastic.snapshot.process import ProcessRef, alive, namespace_pid, threads_of
 
-MakeNamespace = Callable[[Mapping[Path, Path]], Namespace]
+MakeNamespace = Callable[[Mapping[Path, Path]], AbstractContextManager[Namespace]]
 
 _POLL_S = 0.01
-_END_TIMEOUT_S = 10.0
 _LOG_TAIL_LINES = 3
 
 
@@ -51,6 +50,8 @@ class TakeRequest:
     fingerprint: Fingerprint
     boot_timeout_s: float
     dump_timeout_s: float
+    max_bytes: int
+    """A larger image is not kept."""
 
 
 def take_snapshot(
@@ -64,8 +65,10 @@ def take_snapshot(
     """The image is in the catalog. The process ran in a namespace of its own, with a control
     directory of its own in place of the real one, so engines that live are not disturbed.
 
-    Raises SnapshotError (the process did not come up in time), NotQuiescent, ImagerError or
-    ResourceMissing; then no process, mount, directory or part of an image is left.
+    Raises SnapshotError (the process did not come up in time, the disk is full, the image is too
+    large), NotQuiescent, ImagerError or ResourceMissing; then no process, mount, directory or part
+    of an image is left. If we are killed, the process and its namespace end with us; directories
+    that stay are removed by remove_abandoned() and Catalog.remove_partials().
     """
     track = Track(TAKE_MOVES, TakePhase.START, notify)
     try:
@@ -84,9 +87,8 @@ def _take(
 ) -> Manifest:
     request.control_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with ExitStack() as stack:
-        private = stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-elastic-"))
-        namespace = make_namespace({request.control_dir: Path(private)})
-        stack.callback(namespace.end, timeout_s=_END_TIMEOUT_S)
+        private = stack.enter_context(work_directory())
+        namespace = stack.enter_context(make_namespace({request.control_dir: private}))
         control_dir = namespace.view(request.control_dir)
 
         track.to(TakePhase.BOOT)
@@ -94,16 +96,17 @@ def _take(
         engine = _wait_ready(process, control_dir, request)
 
         track.to(TakePhase.INSPECT)
-        check_quiescent(process.pid, request.allowed)
-        root_pid = namespace_pid(process.pid)
+        check_quiescent(process, request.allowed)
+        root_pid, thread_ids = namespace_pid(process.pid), threads_of(process.pid)
 
         track.to(TakePhase.DUMP)
         image_id = _new_image_id(request.slot)
         draft = stack.enter_context(catalog.draft(image_id))
-        imager.dump(process, draft, namespace, timeout_s=request.dump_timeout_s)
+        imager.dump(process, draft.directory, namespace, timeout_s=request.dump_timeout_s)
 
         track.to(TakePhase.STORE)
         files = catalog.seal(draft)
+        _check_size(sum(file.size_bytes for file in files), request)
         manifest = Manifest(
             image_id=image_id,
             slot=request.slot,
@@ -111,12 +114,21 @@ def _take(
             root_pid=root_pid,
             fingerprint=request.fingerprint,
             files=files,
+            thread_ids=thread_ids,
             timings_s={name: round(value, 4) for name, value in track.timings_s().items()},
             engine=engine,
         )
-        catalog.publish(draft, manifest)
+        manifest = catalog.publish(draft, manifest)
         track.to(TakePhase.DONE)
         return manifest
+
+
+def _check_size(size_bytes: int, request: TakeRequest) -> None:
+    if size_bytes > request.max_bytes:
+        raise SnapshotError(
+            f"the image of slot {request.slot} has {size_bytes} bytes, "
+            f"above snapshot.max_bytes {request.max_bytes}: raise that"
+        )
 
 
 def _new_image_id(slot: int) -> str:

@@ -54,9 +54,21 @@ class AgentClient:
         return _SLOTS.validate_python(await self._rpc.call("slots", {}, timeout_s=_CALL_TIMEOUT_S))
 
     async def status(self) -> dict[str, Any]:
-        """What this host can't do, and why: {'skipped': [...], 'no_image': {slot: reason}}."""
+        """What this host can't do, and why: {'skipped': [...], 'no_image': {slot: reason},
+        'quarantine': {image: reason}, 'draining': reason or '', 'tidied': [...]}."""
         reply: dict[str, Any] = await self._rpc.call("status", {}, timeout_s=_CALL_TIMEOUT_S)
         return reply
+
+    async def drain(self, reason: str) -> dict[str, Any]:
+        """No engine is started from now on; those that live serve on, images stay. Returns
+        {'draining': reason, 'serving': [slot, ...]}. Idempotent."""
+        params = {"reason": reason}
+        reply: dict[str, Any] = await self._rpc.call("drain", params, timeout_s=_CALL_TIMEOUT_S)
+        return reply
+
+    async def undrain(self) -> None:
+        """Undo drain(). Idempotent."""
+        await self._rpc.call("undrain", {}, timeout_s=_CALL_TIMEOUT_S)
 
     async def stop_all(self) -> None:
         """Every engine and their namespace are gone; the agent ends after its answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -15,13 +16,19 @@ from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.engine.base import ATTACH_FILE
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.snapshot.base import PIDS_PER_SLOT, Namespace, first_pid
-from dynamo_elastic.snapshot.namespace import HostNamespace, PidNamespace, create_namespace
+from dynamo_elastic.snapshot.namespace import (
+    HostNamespace,
+    PidNamespace,
+    create_namespace,
+    namespace_of,
+)
 from dynamo_elastic.snapshot.process import ProcessRef, alive, kill_and_wait, session_of
 
 LOCK_FILE = "agent.lock"
 NAMESPACE_FILE = "namespace.json"
 _END_TIMEOUT_S = 10.0
 _PROCESS = TypeAdapter(ProcessRef)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH")
 _CONVENIENCE = frozenset({"HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"})
 _SHAPING = frozenset({"LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE"})
 _SHAPING_PREFIXES = ("CUDA_", "MKL_", "NCCL_", "NIXL_", "NVIDIA_", "OMP_", "UCX_")
@@ -30,7 +37,7 @@ NO_NAMESPACE = "not root: engines run as plain processes, and snapshots are off"
 
 def shapes_engine(name: str) -> bool:
     """True of variables that change what an engine loads or does: images must agree on them."""
-    return name in _SHAPING or name.startswith(_SHAPING_PREFIXES)
+    return name in _SHAPING or (name.startswith(_SHAPING_PREFIXES) and not _SECRET.search(name))
 
 
 def engine_environment() -> dict[str, str]:
@@ -52,9 +59,23 @@ class Host:
     cursor: int
 
     def guard_pids(self) -> None:
-        """Keep the pid ranges of images free of new processes and threads."""
+        """Keep the pid ranges of images free of new processes and threads: call it again and
+        again, see PidNamespace.guard_pids()."""
         if isinstance(self.namespace, PidNamespace):
-            self.namespace.move_cursor(self.cursor)
+            self.namespace.guard_pids(self.cursor)
+
+    def holds(self, process: ProcessRef) -> bool:
+        """True if it runs where our engines do."""
+        theirs = namespace_of(process)
+        return theirs is None or theirs == self.namespace
+
+    def end_elsewhere(self, process: ProcessRef) -> None:
+        """End a process that is not where our engines are, with the namespace around it, which
+        nobody knows any more."""
+        theirs = namespace_of(process)
+        if theirs is not None and theirs != self.namespace:
+            theirs.end(timeout_s=_END_TIMEOUT_S)
+        kill_and_wait(process, timeout_s=_END_TIMEOUT_S)
 
     def end_strays(self, keep: frozenset[ProcessRef]) -> None:
         """Kill what runs in the namespace and belongs to none of `keep`: starts, or restores still

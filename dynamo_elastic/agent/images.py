@@ -7,20 +7,34 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynamo_elastic.agent.host import engine_environment, shapes_engine
-from dynamo_elastic.agent.start import EngineArgv, boot_command
-from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.agent.quarantine import Quarantine
+from dynamo_elastic.agent.start import EngineArgv, RunningImage, boot_command
+from dynamo_elastic.config import DeploymentConfig, SnapshotConfig
 from dynamo_elastic.engine.base import DETACHED_FILE
 from dynamo_elastic.engine.launch import engine_argv
 from dynamo_elastic.engine.shape import CONFIG_FILE
-from dynamo_elastic.errors import ConfigError, ElasticError, SnapshotNotFound
-from dynamo_elastic.snapshot.base import Imager, Namespace, TakePhase
+from dynamo_elastic.errors import (
+    ConfigError,
+    ElasticError,
+    PidClash,
+    ResourceMissing,
+    SnapshotError,
+    SnapshotNotFound,
+)
+from dynamo_elastic.snapshot.base import PIDS_PER_SLOT, Imager, Namespace, TakePhase, first_pid
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.criu import Criu
-from dynamo_elastic.snapshot.fingerprint import Fingerprint, mismatches, read_fingerprint
+from dynamo_elastic.snapshot.fingerprint import (
+    Fingerprint,
+    machine_mismatches,
+    mismatches,
+    read_fingerprint,
+)
 from dynamo_elastic.snapshot.inspect_process import Allowed
+from dynamo_elastic.snapshot.locks import Hold
 from dynamo_elastic.snapshot.manifest import Manifest
-from dynamo_elastic.snapshot.namespace import create_namespace
-from dynamo_elastic.snapshot.process import ProcessRef
+from dynamo_elastic.snapshot.namespace import temporary_namespace
+from dynamo_elastic.snapshot.prune import Bounds, Judgement, PruneReport, prune
 from dynamo_elastic.snapshot.restore import Restored, restore_snapshot
 from dynamo_elastic.snapshot.take import TakeRequest, take_snapshot
 
@@ -41,8 +55,23 @@ class NoImages:
     def newest(self, slot: int) -> str:
         return ""
 
-    def restore(self, slot: int, namespace: Namespace, *, timeout_s: float) -> ProcessRef:
+    def restore(self, slot: int, namespace: Namespace, *, timeout_s: float) -> RunningImage:
         raise SnapshotNotFound(self._reason)
+
+    def report(self, image_id: str, failure: str) -> None:
+        """Nothing was tried."""
+
+    def quarantined(self) -> dict[str, str]:
+        return {}
+
+    def hold(self, slot: int, image_id: str) -> None:
+        """Nothing to hold."""
+
+    def release(self, slot: int) -> None:
+        """Nothing was held."""
+
+    def tidy(self) -> tuple[str, ...]:
+        return ()
 
 
 class Images:
@@ -59,6 +88,8 @@ class Images:
         self._imager = imager
         self._catalog = catalog
         self._argv_of = argv_of
+        self._quarantine = Quarantine(config.snapshot.quarantine_s)
+        self._holds: dict[int, Hold] = {}
 
     @property
     def catalog(self) -> Catalog:
@@ -77,29 +108,72 @@ class Images:
         )
 
     def find(self, slot: int) -> Manifest | None:
-        """The newest image of `slot` that fits."""
+        """The newest image of `slot` that fits and is not in quarantine."""
         here = self.fingerprint(slot)
-        return self._catalog.newest(slot, lambda m: not mismatches(m.fingerprint, here))
+
+        def usable(manifest: Manifest) -> bool:
+            fits = not mismatches(manifest.fingerprint, here)
+            return fits and not self._quarantine.reason(manifest.image_id)
+
+        return self._catalog.newest(slot, usable)
 
     def newest(self, slot: int) -> str:
         manifest = self.find(slot)
         return manifest.image_id if manifest is not None else ""
 
     def obstacle(self, slot: int) -> str:
-        """Why no image of `slot` can be restored: there is none, or how the newest differs."""
+        """Why no image of `slot` can be restored: there is none, it failed, or how it differs."""
         if self.find(slot) is not None:
             return ""
-        last = self._catalog.newest(slot, lambda _: True)
+        here = self.fingerprint(slot)
+        last = self._catalog.newest(slot, lambda m: m.fingerprint.control_dir == here.control_dir)
+        last = last or self._catalog.newest(slot, lambda _: True)
         if last is None:
             return f"no image of slot {slot} in {self._catalog.root}"
-        differences = mismatches(last.fingerprint, self.fingerprint(slot))
-        return f"{last.image_id} does not fit: {'; '.join(differences)}"
+        differences = mismatches(last.fingerprint, here)
+        if differences:
+            return f"{last.image_id} does not fit: {'; '.join(differences)}"
+        return f"{last.image_id} is {self._quarantine.reason(last.image_id)}"
 
-    def restore(self, slot: int, namespace: Namespace, *, timeout_s: float) -> ProcessRef:
+    def restore(self, slot: int, namespace: Namespace, *, timeout_s: float) -> RunningImage:
+        """Run the newest image of `slot` that may be tried, and hold it until release(slot). A
+        failure that is the image's own counts towards its quarantine."""
         manifest = self.find(slot)
         if manifest is None:
             raise SnapshotNotFound(self.obstacle(slot))
-        return self.restore_image(manifest, namespace, timeout_s=timeout_s).process
+        self.hold(slot, manifest.image_id)
+        try:
+            restored = self.restore_image(manifest, namespace, timeout_s=timeout_s)
+        except (PidClash, ResourceMissing):
+            self.release(slot)
+            raise
+        except SnapshotError as exc:
+            self.release(slot)
+            self.report(manifest.image_id, str(exc))
+            raise
+        return RunningImage(restored.process, manifest.image_id)
+
+    def report(self, image_id: str, failure: str) -> None:
+        """An engine from that image answered ('' as `failure`), or did not, and why."""
+        if failure:
+            self._quarantine.failed(image_id, failure)
+        else:
+            self._quarantine.worked(image_id)
+
+    def quarantined(self) -> dict[str, str]:
+        """Image id -> why it is not tried now."""
+        return self._quarantine.reasons()
+
+    def hold(self, slot: int, image_id: str) -> None:
+        """The image stays for as long as the engine in `slot` lives. Raises SnapshotError."""
+        self.release(slot)
+        self._holds[slot] = self._catalog.hold(image_id)
+
+    def release(self, slot: int) -> None:
+        """The engine of `slot` is gone. Idempotent."""
+        hold = self._holds.pop(slot, None)
+        if hold is not None:
+            hold.close()
 
     def restore_image(
         self, manifest: Manifest, namespace: Namespace, *, timeout_s: float
@@ -115,39 +189,61 @@ class Images:
         )
 
     def create(self, slot: int, progress: Progress | None = None) -> Manifest:
-        """Boot a detached engine of `slot`, and make an image of it, in place of those that this
-        deployment had of that slot. Raises what take_snapshot() raises; then the old ones stay."""
+        """Boot a detached engine of `slot`, and make an image of it; then the catalog is brought
+        within its bounds. Raises what take_snapshot() raises; then older images stay."""
 
         def notify(phase: TakePhase) -> None:
             if progress is not None:
                 progress(slot, phase)
 
         control_dir = self._config.control_dir(slot)
+        pids = range(first_pid(slot), first_pid(slot) + PIDS_PER_SLOT)
         request = TakeRequest(
             slot=slot,
             command=boot_command(self._config, slot, self._argv_of),
             control_dir=control_dir,
             ready_file=DETACHED_FILE,
-            allowed=Allowed((control_dir,), set(engine_environment()).__contains__),
+            allowed=Allowed((control_dir,), set(engine_environment()).__contains__, pids),
             fingerprint=self.fingerprint(slot),
             boot_timeout_s=self._config.scale.restore_timeout_s,
             dump_timeout_s=self._config.scale.restore_timeout_s,
+            max_bytes=self._config.snapshot.max_bytes,
         )
         manifest = take_snapshot(
             request,
             catalog=self._catalog,
             imager=self._imager,
-            make_namespace=create_namespace,
+            make_namespace=temporary_namespace,
             notify=notify,
         )
-        self._remove_superseded(manifest)
+        self.prune()
         return manifest
 
-    def _remove_superseded(self, newest: Manifest) -> None:
-        for old in self._catalog.manifests():
-            same_slot = old.fingerprint.control_dir == newest.fingerprint.control_dir
-            if same_slot and old.image_id != newest.image_id:
-                self._catalog.remove(old.image_id)
+    def prune(self, *, dry_run: bool = False) -> PruneReport:
+        """See snapshot.prune: within the deployment's bounds, no stale image of its own."""
+        settings = self._config.snapshot
+        return prune(self._catalog, bounds(settings), self._judge, dry_run=dry_run)
+
+    def tidy(self) -> tuple[str, ...]:
+        """Prune; one line for each thing that went."""
+        report = self.prune()
+        removed = tuple(f"{e.image_id}: {e.reason}" for e in report.removed)
+        return (*removed, *(f"{name}: left by a dead process" for name in report.partials))
+
+    def _judge(self, manifest: Manifest) -> Judgement:
+        image = manifest.fingerprint
+        slots = range(self._config.scale.max_ranks)
+        ours = {str(self._config.control_dir(slot)): slot for slot in slots}
+        slot = ours.get(image.control_dir)
+        if slot is None:
+            differences = machine_mismatches(image, criu=image.criu)
+        else:
+            differences = mismatches(image, self.fingerprint(slot))
+        return Judgement(slot is not None, "; ".join(differences))
+
+
+def bounds(settings: SnapshotConfig) -> Bounds:
+    return Bounds(settings.max_images_per_slot, settings.max_bytes, settings.max_age_s)
 
 
 def model_digest(model: Path) -> str:
@@ -189,7 +285,15 @@ def create_images(
     config: DeploymentConfig, slots: Sequence[int], progress: Progress | None = None
 ) -> tuple[Manifest, ...]:
     """An image of each of `slots`, one after the other. Raises what open_images() and
-    take_snapshot() raise; images made before stay."""
+    take_snapshot() raise; images made before stay. Raises SnapshotError, too, if they don't fit
+    into the catalog together."""
     images = open_images(config)
     images.catalog.remove_partials()
-    return tuple(images.create(slot, progress) for slot in slots)
+    made = tuple(images.create(slot, progress) for slot in slots)
+    left = images.catalog.entries()
+    if not all(manifest.image_id in left for manifest in made):
+        raise SnapshotError(
+            f"snapshot.max_bytes: {config.snapshot.max_bytes} bytes don't hold an image of each "
+            "slot; raise it"
+        )
+    return made

@@ -29,6 +29,8 @@ class EngineRecord:
     process: ProcessRef
     attached: bool = False
     ready_s: float = 0.0
+    image_id: str = ""
+    """Of the image it was restored from; '' if it was booted."""
     fell_through: tuple[str, ...] = ()
 
     def ready(self, ready_s: float) -> EngineRecord:
@@ -51,11 +53,15 @@ _ATTACH = TypeAdapter(Attach)
 
 def write_whole(path: Path, data: bytes) -> None:
     """`path` holds `data` or what it held before, never a part. Mode 0600."""
-    partial = path.with_name(f".{path.name}.tmp")
+    partial = _partial(path)
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(data)
     partial.rename(path)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
 
 
 def write_record(control_dir: Path, record: EngineRecord) -> None:
@@ -79,3 +85,10 @@ def clear(control_dir: Path) -> None:
     control_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (ENGINE_FILE, DETACHED_FILE, ATTACH_FILE, SOCKET_FILE):
         (control_dir / name).unlink(missing_ok=True)
+        _partial(control_dir / name).unlink(missing_ok=True)
+
+
+def forget_attach(control_dir: Path) -> None:
+    """No identity lies about that an engine could take for its own."""
+    (control_dir / ATTACH_FILE).unlink(missing_ok=True)
+    _partial(control_dir / ATTACH_FILE).unlink(missing_ok=True)

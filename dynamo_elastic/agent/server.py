@@ -10,16 +10,19 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from dynamo_elastic.agent.base import SlotStatus, StartedEngine, Tier
+from dynamo_elastic.agent.drain import Drain
 from dynamo_elastic.agent.host import Host, close_host, lock_state, open_host
-from dynamo_elastic.agent.records import EngineRecord, clear, read_record
+from dynamo_elastic.agent.reconcile import reconcile
+from dynamo_elastic.agent.records import EngineRecord, clear
 from dynamo_elastic.agent.start import EngineArgv, ImageSource, Starter, StartRequest
 from dynamo_elastic.config import DeploymentConfig
-from dynamo_elastic.errors import EngineError
+from dynamo_elastic.errors import ElasticError, EngineError
 from dynamo_elastic.ipc import RpcServer
 from dynamo_elastic.snapshot.process import alive, kill_and_wait, open_pidfd
 from dynamo_elastic.types import Incarnation, OperationId, WorkerId
 
 _KILL_TIMEOUT_S = 10.0
+_GUARD_PERIOD_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -39,6 +42,9 @@ class AgentServer:
         self._engines: dict[int, EngineRecord] = {}
         self._starts: dict[int, tuple[OperationId, asyncio.Task[EngineRecord]]] = {}
         self._watched: dict[int, int] = {}
+        self._drain = Drain(config.state_dir)
+        self._tidied: tuple[str, ...] = ()
+        self._guard: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._lock: IO[str] | None = None
         self._host: Host | None = None
@@ -50,6 +56,8 @@ class AgentServer:
                 "stop_engine": self._call_stop,
                 "slots": self._call_slots,
                 "status": self._call_status,
+                "drain": self._call_drain,
+                "undrain": self._call_undrain,
                 "stop_all": self._call_stop_all,
             },
         )
@@ -59,18 +67,23 @@ class AgentServer:
         self._lock = lock_state(self._config)
         self._host = await asyncio.to_thread(open_host, self._config)
         self._starter = Starter(self._config, self._host, self._images, self._engine_argv)
-        for slot in range(self._config.scale.max_ranks):
-            await self._adopt(slot)
-        keep = frozenset(record.process for record in self._engines.values())
-        await asyncio.to_thread(self._host.end_strays, keep)
+        found = await asyncio.to_thread(reconcile, self._config, self._host, self._images)
+        self._engines, self._tidied = found.engines, found.done
+        for record in list(self._engines.values()):
+            _log.info("adopted engine %s, pid %d", record.incarnation, record.process.pid)
+            self._watch(record)
+        self._guard = asyncio.create_task(_guard_pids(self._host))
         await self._server.start()
 
     async def close(self) -> None:
         """Stop serving; starts under way are undone, engines live on. Idempotent."""
         await self._server.close()
+        if self._guard is not None:
+            self._guard.cancel()
         await self._cancel_starts()
         for slot in list(self._watched):
             self._unwatch(slot)
+            self._images.release(slot)
         if self._lock is not None:
             self._lock.close()
 
@@ -91,6 +104,7 @@ class AgentServer:
                     f"{running.operation_id}: stop it first"
                 )
             return running.started(self._config.control_dir(slot))
+        self._drain.check()
         under_way = self._starts.get(slot)
         if under_way is not None and under_way[0] != request.operation_id:
             raise EngineError(f"slot {slot} is being started by operation {under_way[0]}")
@@ -143,18 +157,6 @@ class AgentServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _adopt(self, slot: int) -> None:
-        control_dir = self._config.control_dir(slot)
-        record = read_record(control_dir)
-        if record is not None and record.attached and alive(record.process):
-            _log.info("adopted engine %s, pid %d", record.incarnation, record.process.pid)
-            self._engines[slot] = record
-            self._watch(record)
-            return
-        if record is not None:
-            await asyncio.to_thread(kill_and_wait, record.process, timeout_s=_KILL_TIMEOUT_S)
-        clear(control_dir)
-
     def _watch(self, record: EngineRecord) -> None:
         fd = open_pidfd(record.process)
         if fd is None:
@@ -178,6 +180,7 @@ class AgentServer:
         if self._engines.get(slot) == record:
             del self._engines[slot]
             clear(self._config.control_dir(slot))
+            self._images.release(slot)
 
     def _slot(self, slot: int) -> SlotStatus:
         image_id = self._images.newest(slot)
@@ -207,11 +210,34 @@ class AgentServer:
 
     async def _call_status(self, _: Mapping[str, Any]) -> Any:
         host = self._opened()
-        obstacles = {slot: self._images.obstacle(slot) for slot in range(len(self.slots()))}
+        slots = range(self._config.scale.max_ranks)
+        obstacles = await asyncio.to_thread(
+            lambda: {slot: self._images.obstacle(slot) for slot in slots}
+        )
         return {
             "skipped": list(host.skipped),
             "no_image": {str(slot): why for slot, why in obstacles.items() if why},
+            "quarantine": self._images.quarantined(),
+            "draining": self._drain.reason,
+            "tidied": list(self._tidied),
         }
+
+    async def _call_drain(self, params: Mapping[str, Any]) -> Any:
+        self._drain.begin(str(params["reason"]))
+        return {"draining": self._drain.reason, "serving": sorted(self._engines)}
+
+    async def _call_undrain(self, _: Mapping[str, Any]) -> None:
+        self._drain.end()
 
     async def _call_stop_all(self, _: Mapping[str, Any]) -> None:
         await self.stop_all()
+
+
+async def _guard_pids(host: Host) -> None:
+    """Again and again: threads that engines start meanwhile use pids up, too."""
+    while True:
+        await asyncio.sleep(_GUARD_PERIOD_S)
+        try:
+            await asyncio.to_thread(host.guard_pids)
+        except ElasticError as exc:
+            _log.warning("pids of images are not guarded: %s", exc)

@@ -39,6 +39,14 @@ _LOG_TAIL_BYTES = 2000
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class RunningImage:
+    """A process that an image was turned into. `process`: in our namespace."""
+
+    process: ProcessRef
+    image_id: str
+
+
 class ImageSource(Protocol):
     """Where images of slots come from (agent/images.py)."""
 
@@ -50,8 +58,30 @@ class ImageSource(Protocol):
         """Id of the newest usable image of `slot`; '' if there is none."""
         ...
 
-    def restore(self, slot: int, namespace: Namespace, *, timeout_s: float) -> ProcessRef:
-        """Run the newest usable image of `slot`. Raises SnapshotError or ResourceMissing."""
+    def restore(self, slot: int, namespace: Namespace, *, timeout_s: float) -> RunningImage:
+        """Run the newest usable image of `slot`, and hold it until release(slot). Raises
+        SnapshotError or ResourceMissing; then it is not held."""
+        ...
+
+    def report(self, image_id: str, failure: str) -> None:
+        """The engine from that image answered ('' as `failure`), or did not, and why."""
+        ...
+
+    def quarantined(self) -> dict[str, str]:
+        """Images that failed too often -> why they are not tried now."""
+        ...
+
+    def hold(self, slot: int, image_id: str) -> None:
+        """The image of the engine in `slot` is not removed before release(slot). Raises
+        SnapshotError."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """The engine in `slot` is gone. Idempotent."""
+        ...
+
+    def tidy(self) -> tuple[str, ...]:
+        """Remove images that are stale or too many; one line for each. Raises SnapshotError."""
         ...
 
 
@@ -86,7 +116,7 @@ class Starter:
         """An engine that answers, recorded. Raises EngineError, with nothing left running, if no
         rung holds before the deadline."""
         obstacles = {Tier.PARKED: NO_PARKED}
-        image_obstacle = self._images.obstacle(request.slot)
+        image_obstacle = await asyncio.to_thread(self._images.obstacle, request.slot)
         if image_obstacle:
             obstacles[Tier.IMAGE] = image_obstacle
         ladder = choose(request.tiers, obstacles)
@@ -109,12 +139,14 @@ class Starter:
         attach = self._attach(request, incarnation)
         async with AsyncExitStack() as undo:
             undo.callback(clear, control_dir)
+            undo.callback(self._images.release, request.slot)
             if tier is Tier.IMAGE:
                 # The restored process is polling already: it finds its identity at once.
                 write_attach(control_dir, attach)
-                process = await _not_lost(asyncio.to_thread(self._restore, request))
+                started = await _not_lost(asyncio.to_thread(self._restore, request))
             else:
-                process = await _not_lost(asyncio.to_thread(self._boot, request.slot))
+                started = await _not_lost(asyncio.to_thread(self._boot, request.slot))
+            process = started.process
             undo.push_async_callback(_end, process)
             failpoint("agent.engine_spawned")
             record = EngineRecord(
@@ -124,25 +156,37 @@ class Starter:
                 incarnation=incarnation,
                 tier=tier,
                 process=process,
+                image_id=started.image_id,
                 fell_through=reasons,
             )
             write_record(control_dir, record)
             if tier is Tier.COLD:
                 await _wait_detached(control_dir, process, request.deadline)
                 write_attach(control_dir, attach)
-            await wait_ready(control_dir, process, incarnation, request.deadline)
+            await self._wait_answer(control_dir, record, request.deadline)
             record = record.ready(asyncio.get_running_loop().time() - request.began)
             write_record(control_dir, record)
             undo.pop_all()
         return record
 
-    def _restore(self, request: StartRequest) -> ProcessRef:
+    async def _wait_answer(self, control_dir: Path, record: EngineRecord, deadline: float) -> None:
+        try:
+            await wait_ready(control_dir, record.process, record.incarnation, deadline)
+        except EngineError as exc:
+            if record.image_id:
+                self._images.report(record.image_id, str(exc))
+            raise
+        if record.image_id:
+            self._images.report(record.image_id, "")
+
+    def _restore(self, request: StartRequest) -> RunningImage:
         return self._images.restore(
             request.slot, self._host.namespace, timeout_s=self._config.scale.restore_timeout_s
         )
 
-    def _boot(self, slot: int) -> ProcessRef:
-        return self._host.namespace.spawn(boot_command(self._config, slot, self._engine_argv))
+    def _boot(self, slot: int) -> RunningImage:
+        command = boot_command(self._config, slot, self._engine_argv)
+        return RunningImage(self._host.namespace.spawn(command), "")
 
     def _attach(self, request: StartRequest, incarnation: Incarnation) -> Attach:
         return Attach(
@@ -190,13 +234,13 @@ async def _pause(control_dir: Path, process: ProcessRef, deadline: float) -> Non
     await asyncio.sleep(_POLL_S)
 
 
-async def _not_lost(starting: Coroutine[Any, Any, ProcessRef]) -> ProcessRef:
+async def _not_lost(starting: Coroutine[Any, Any, RunningImage]) -> RunningImage:
     """The process that a thread starts; if we are cancelled meanwhile, it is ended."""
     task = asyncio.create_task(starting)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await _end(await task)
+        await _end((await task).process)
         raise
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import typer
 
 from dynamo_elastic import __version__
-from dynamo_elastic.cli import demo, scale, serve, snapshot
+from dynamo_elastic.cli import agent, demo, scale, serve, snapshot
+from dynamo_elastic.cli.exit_codes import BAD_INPUT, exit_code
 from dynamo_elastic.errors import ConfigError, ElasticError
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app.command("scale")(scale.scale)
 app.command("status")(scale.status)
 app.command("demo")(demo.demo)
 app.add_typer(snapshot.app, name="snapshot")
+app.add_typer(agent.app, name="agent")
 
 
 @app.command()
@@ -31,16 +33,17 @@ def version() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command. Exit codes: 0 done, 1 it failed, 2 bad input (nothing was changed)."""
+    """Run a command. Exit codes: 0 done, 1 it failed, 2 bad input (nothing was changed), and those
+    of cli/exit_codes.py."""
     try:
         app(args=argv, prog_name="dynamo-elastic")
     except ConfigError as exc:
         for fault in exc.faults:
             print(f"error: {fault}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(BAD_INPUT)
     except ElasticError as exc:
         print(f"error: {exc}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(exit_code(exc))
 
 
 if __name__ == "__main__":

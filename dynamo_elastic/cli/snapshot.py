@@ -1,38 +1,54 @@
-"""`dynamo-elastic snapshot create | list | inspect | restore | rm`."""
+"""`dynamo-elastic snapshot create | list | inspect | verify | restore | rm | prune | export |
+import`. Exit codes: cli/exit_codes.py."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
 
-from dynamo_elastic.agent.images import Images, create_images, open_images
+from dynamo_elastic.agent.images import bounds, create_images, open_images
 from dynamo_elastic.agent.rehearse import rehearse
+from dynamo_elastic.cli.images import print_images, print_json, print_manifest, summary
 from dynamo_elastic.config import DeploymentConfig, SnapshotConfig, load_config
-from dynamo_elastic.errors import ConfigError, SnapshotMismatch
+from dynamo_elastic.errors import (
+    ConfigError,
+    ResourceMissing,
+    SnapshotDamaged,
+    SnapshotMismatch,
+)
+from dynamo_elastic.snapshot.archive import export_image, import_image
 from dynamo_elastic.snapshot.base import TakePhase
 from dynamo_elastic.snapshot.catalog import Catalog
-from dynamo_elastic.snapshot.fingerprint import mismatches
+from dynamo_elastic.snapshot.criu import Criu
+from dynamo_elastic.snapshot.fingerprint import machine_mismatches, mismatches
+from dynamo_elastic.snapshot.locks import remove_abandoned
 from dynamo_elastic.snapshot.manifest import Manifest
+from dynamo_elastic.snapshot.prune import Judgement, prune
 
-app = typer.Typer(help="Images of warm engines: make, list, check, try, delete.")
+app = typer.Typer(help="Images of warm engines: make, list, check, try, move, delete.")
 
-File = Annotated[Path, typer.Option("-f", "--file", help="Deployment YAML.")]
+File = Annotated[
+    Path, typer.Option("-f", "--file", envvar="DYN_ELASTIC_CONFIG", help="Deployment YAML.")
+]
 MaybeFile = Annotated[
     Path | None,
-    typer.Option("-f", "--file", help="Deployment YAML; without it the default catalog is used."),
+    typer.Option(
+        "-f",
+        "--file",
+        envvar="DYN_ELASTIC_CONFIG",
+        help="Deployment YAML; without it the default catalog is used.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Image = Annotated[str, typer.Argument(help="Id of an image, see `snapshot list`.")]
-
-_MIB = 1 << 20
 
 
 @app.command()
@@ -46,25 +62,12 @@ def create(
     """Boot an engine of each slot, and make an image of it."""
     config = load_config(file)
     slots = _slots(config, slot)
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("slot {task.fields[slot]}: {task.description}"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    ) as progress:
-        tasks = {s: progress.add_task("waiting", slot=s, start=False, total=1) for s in slots}
-
-        def show(s: int, phase: TakePhase) -> None:
-            if phase is TakePhase.BOOT:
-                progress.start_task(tasks[s])
-            ended = int(phase is TakePhase.DONE)
-            progress.update(tasks[s], description=phase.value, completed=ended)
-
-        manifests = create_images(config, slots, show)
+    with _progress(slots) as show:
+        made = create_images(config, slots, show)
     if as_json:
-        _print_json([_summary(m) for m in manifests])
+        print_json([summary(manifest) for manifest in made])
     else:
-        _print_table({m.image_id: m for m in manifests})
+        print_images({manifest.image_id: manifest for manifest in made})
 
 
 @app.command("list")
@@ -72,35 +75,53 @@ def list_images(file: MaybeFile = None, as_json: AsJson = False) -> None:
     """Every image of the catalog, newest first."""
     entries = _catalog(file).entries()
     if as_json:
-        _print_json(
+        print_json(
             [
-                _summary(m) if isinstance(m, Manifest) else {"image_id": i, "damage": str(m)}
+                summary(m) if isinstance(m, Manifest) else {"image_id": i, "damage": str(m)}
                 for i, m in entries.items()
             ]
         )
     else:
-        _print_table(entries)
+        print_images(entries)
 
 
 @app.command()
 def inspect(image: Image, file: MaybeFile = None, as_json: AsJson = False) -> None:
-    """Check every byte of an image; with -f, also whether it fits this host and deployment."""
-    catalog = _catalog(file)
-    manifest = catalog.inspect(image)
-    catalog.verify(manifest)
-    if file is not None:
-        here = open_images(load_config(file)).fingerprint(manifest.slot)
-        differences = mismatches(manifest.fingerprint, here)
-        if differences:
-            raise SnapshotMismatch(image, differences)
+    """Show what an image is, and whether it fits here (with -f: this deployment, too)."""
+    manifest = _catalog(file).inspect(image)
+    differences = _differences(file)(manifest)
     if as_json:
-        _print_json(asdict(manifest))
-        return
-    _print_table({image: manifest})
-    for name, value in asdict(manifest.fingerprint).items():
-        shown = " ".join(value) if isinstance(value, tuple) else value
-        typer.echo(f"  {name:12} {shown}")
-    typer.echo("every byte is right" + ("; it fits here" if file is not None else ""))
+        print_json({**asdict(manifest), "mismatches": differences})
+    else:
+        print_manifest(manifest)
+        fits = "it fits here" if not differences else f"does not fit: {'; '.join(differences)}"
+        typer.echo(fits)
+
+
+@app.command()
+def verify(
+    images: Annotated[list[str] | None, typer.Argument(help="Ids; default: every image.")] = None,
+    file: MaybeFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check every byte, owner, mode and link of images, and whether they fit here."""
+    catalog, differences = _catalog(file), _differences(file)
+    found: dict[str, tuple[str, ...]] = {}
+    unfit: dict[str, tuple[str, ...]] = {}
+    for image in images or catalog.entries():
+        found[image] = catalog.findings(image)
+        unfit[image] = () if found[image] else differences(catalog.inspect(image))
+    if as_json:
+        print_json([{"image_id": i, "findings": found[i], "mismatches": unfit[i]} for i in found])
+    damaged = [line for lines in found.values() for line in lines]
+    if damaged:
+        raise SnapshotDamaged("; ".join(damaged))
+    for image, lines in unfit.items():
+        if lines:
+            raise SnapshotMismatch(image, lines)
+    if not as_json:
+        for image in found:
+            typer.echo(f"{image}: every byte is right, and it fits here")
 
 
 @app.command()
@@ -108,9 +129,10 @@ def restore(image: Image, file: File, as_json: AsJson = False) -> None:
     """Try an image: run a copy beside everything else until it answers, then end it."""
     config = load_config(file)
     images = open_images(config)
-    timings = _rehearse(images, image, config.scale.restore_timeout_s)
+    manifest = images.catalog.inspect(image)
+    timings = asyncio.run(rehearse(images, manifest, timeout_s=config.scale.restore_timeout_s))
     if as_json:
-        _print_json({"image_id": image, "timings_s": timings})
+        print_json({"image_id": image, "timings_s": timings})
         return
     typer.echo(f"{image} runs")
     for name, seconds in timings.items():
@@ -118,19 +140,95 @@ def restore(image: Image, file: File, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def rm(image: Image, file: MaybeFile = None) -> None:
-    """Delete an image."""
+def rm(image: Image, file: MaybeFile = None, as_json: AsJson = False) -> None:
+    """Delete an image that is not in use."""
     _catalog(file).remove(image)
+    if as_json:
+        print_json({"removed": image})
 
 
-def _rehearse(images: Images, image: str, timeout_s: float) -> dict[str, float]:
-    manifest = images.catalog.inspect(image)
-    return asyncio.run(rehearse(images, manifest, timeout_s=timeout_s))
+@app.command("prune")
+def prune_images(
+    file: MaybeFile = None,
+    dry_run: Annotated[bool, typer.Option(help="Only say what would go.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Bring the catalog within its bounds; delete stale and damaged images, and leftovers."""
+    if file is None:
+        defaults, differences = SnapshotConfig(), _differences(None)
+
+        def judge(manifest: Manifest) -> Judgement:
+            return Judgement(ours=False, stale="; ".join(differences(manifest)))
+
+        report = prune(_catalog(None), bounds(defaults), judge, dry_run=dry_run)
+    else:
+        report = open_images(load_config(file)).prune(dry_run=dry_run)
+    if not dry_run:
+        remove_abandoned()
+    if as_json:
+        print_json(asdict(report))
+        return
+    act = "would remove" if dry_run else "removed"
+    for eviction in report.removed:
+        typer.echo(f"{act} {eviction.image_id}: {eviction.reason}")
+    for name in report.partials:
+        typer.echo(f"{act} {name}: left by a dead process")
+    for eviction in report.kept:
+        typer.echo(f"kept {eviction.image_id}: {eviction.reason}")
+
+
+@app.command("export")
+def export(
+    image: Image,
+    target: Annotated[Path, typer.Argument(help="Archive to make; must not exist.")],
+    file: MaybeFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write an image, every byte checked, into one tar file."""
+    manifest = export_image(_catalog(file), image, target)
+    size = target.stat().st_size
+    if as_json:
+        print_json({**summary(manifest), "archive": str(target), "archive_bytes": size})
+    else:
+        typer.echo(f"{image} is in {target} ({size} bytes)")
+
+
+@app.command("import")
+def import_archive(
+    source: Annotated[Path, typer.Argument(help="Archive made by `snapshot export`.")],
+    file: MaybeFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take an image from an archive, if it fits here and every byte is right."""
+    differences = _differences(file)
+
+    def check(manifest: Manifest) -> None:
+        found = differences(manifest)
+        if found:
+            raise SnapshotMismatch(manifest.image_id, found)
+
+    manifest = import_image(_catalog(file), source, check)
+    if as_json:
+        print_json(summary(manifest))
+    else:
+        print_images({manifest.image_id: manifest})
 
 
 def _catalog(file: Path | None) -> Catalog:
     settings = load_config(file).snapshot if file is not None else SnapshotConfig()
     return Catalog(settings.catalog)
+
+
+def _differences(file: Path | None) -> Callable[[Manifest], tuple[str, ...]]:
+    """How an image differs from what runs here: by the deployment, or else by the machine."""
+    if file is not None:
+        images = open_images(load_config(file))
+        return lambda manifest: mismatches(manifest.fingerprint, images.fingerprint(manifest.slot))
+    try:
+        version = Criu.find().version()
+    except ResourceMissing as exc:
+        version = f"none ({exc})"
+    return lambda manifest: machine_mismatches(manifest.fingerprint, criu=version)
 
 
 def _slots(config: DeploymentConfig, wanted: list[int] | None) -> list[int]:
@@ -142,42 +240,25 @@ def _slots(config: DeploymentConfig, wanted: list[int] | None) -> list[int]:
     return slots
 
 
-def _summary(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "image_id": manifest.image_id,
-        "slot": manifest.slot,
-        "created_at": manifest.created_at,
-        "pages_bytes": manifest.pages_bytes,
-        "other_bytes": manifest.size_bytes - manifest.pages_bytes,
-        "timings_s": manifest.timings_s,
-    }
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, default=str))
-
-
-def _print_table(entries: dict[str, Any]) -> None:
-    table = Table(
-        Column("image", no_wrap=True),
-        "slot",
-        "made (UTC)",
-        "pages",
-        "other",
-        "boot",
-        "dump",
-        box=None,
+@contextmanager
+def _progress(slots: list[int]) -> Iterator[Callable[[int, TakePhase], None]]:
+    """Shows the phase of each slot: in place on a terminal, a line for each elsewhere."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda slot, phase: console.print(f"slot {slot}: {phase.value}")
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("slot {task.fields[slot]}: {task.description}"),
+        TimeElapsedColumn(),
     )
-    for image_id, entry in entries.items():
-        if not isinstance(entry, Manifest):
-            table.add_row(image_id, "", f"damaged: {entry}")
-            continue
-        table.add_row(
-            image_id,
-            str(entry.slot),
-            f"{entry.pages_bytes / _MIB:.0f} MiB",
-            f"{(entry.size_bytes - entry.pages_bytes) / 1024:.0f} KiB",
-            f"{entry.timings_s.get('boot', 0):.2f} s",
-            f"{entry.timings_s.get('dump', 0):.2f} s",
-        )
-    Console().print(table)
+    with Progress(*columns, console=console) as progress:
+        tasks = {s: progress.add_task("waiting", slot=s, start=False, total=1) for s in slots}
+
+        def show(slot: int, phase: TakePhase) -> None:
+            if phase is TakePhase.BOOT:
+                progress.start_task(tasks[slot])
+            ended = int(phase is TakePhase.DONE)
+            progress.update(tasks[slot], description=phase.value, completed=ended)
+
+        yield show

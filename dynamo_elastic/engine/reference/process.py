@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import sys
 import threading
 import time
 
 import msgspec
-import numpy as np
-import torch
 
 from dynamo_elastic.comm.nixl_agent import NixlAgent
 from dynamo_elastic.engine.base import SOCKET_FILE, Attach
@@ -32,6 +29,7 @@ from dynamo_elastic.engine.reference.loop import StepLoop
 from dynamo_elastic.engine.reference.scheduler import Scheduler
 from dynamo_elastic.engine.reference.service import ReferenceEngine
 from dynamo_elastic.engine.reference.transfers import Transfers
+from dynamo_elastic.engine.renew import renew
 from dynamo_elastic.engine.rpc import OUTPUTS, handlers, lines
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.failpoints import arm_from_environment, failpoint
@@ -111,9 +109,6 @@ def serve(engine: WarmEngine, attach: Attach) -> None:
 def _take_identity(attach: Attach) -> None:
     """New log, environment and random state: nothing of the process that was warmed up is left."""
     redirect(attach.log_path, (1, 2))
-    os.environ.update(attach.environment)
+    renew(attach)
     arm_from_environment(attach.worker_id)
     failpoint("engine.attached")
-    random.seed(attach.seed)
-    np.random.seed(attach.seed % (1 << 32))
-    torch.manual_seed(attach.seed)

@@ -133,7 +133,7 @@ def test_namespace_keeps_its_promises(tmp_path: Path) -> None:
         assert namespace.view(log).exists()
         assert not log.exists()
         # Whoever knows its first process has the namespace: so does an agent's successor.
-        other.move_cursor(5000)
+        other.guard_pids(5000)
         later = other.spawn(sleep)
         assert namespace_pid(later.pid) > 5000
         assert set(namespace.processes()) == {process, later}

@@ -93,12 +93,13 @@ def test_life_of_an_image(cli: Cli) -> None:
     # Another model in the same place: nothing of the image is run.
     config = cli.directory / "model" / "config.json"
     config.write_text(config.read_text().replace(" ", "  "))
-    assert "does not fit: model" in cli.fails("inspect", image, *file)
+    assert "does not fit: model" in cli.run("inspect", image, *file)[1]
+    assert "does not fit: model" in cli.fails("verify", image, *file)
     assert "does not fit: model" in cli.fails("restore", image, *file)
 
     pages = next((cli.catalog / image).glob("pages-*.img"))
     pages.write_bytes(pages.read_bytes()[:-1])
-    assert pages.name in cli.fails("inspect", image, "-f", str(cli.file))
+    assert pages.name in cli.fails("verify", image, "-f", str(cli.file))
     (cli.catalog / image / "manifest.json").write_text("{")
     assert "damaged" in cli.run("list", *file)[1]
     assert cli.run("rm", image, *file)[0] == 0

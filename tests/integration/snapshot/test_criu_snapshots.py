@@ -68,7 +68,7 @@ def test_image_is_made_and_runs(config: DeploymentConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "reason"), [("--socket", "a socket"), ("--child", "child process")]
+    ("flag", "reason"), [("--socket", "listening TCP socket"), ("--child", "child process")]
 )
 def test_foreign_descriptors_are_refused(config: DeploymentConfig, flag: str, reason: str) -> None:
     images = open_images(config, flag)

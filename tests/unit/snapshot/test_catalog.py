@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from dynamo_elastic.errors import SnapshotDamaged, SnapshotError, SnapshotNotFound
-from dynamo_elastic.snapshot.catalog import Catalog, digest_file
+from dynamo_elastic.snapshot.catalog import Catalog
+from dynamo_elastic.snapshot.checks import digest_file
 from dynamo_elastic.snapshot.manifest import MANIFEST_FILE, Manifest
 from dynamo_elastic.testing.snapshots import FINGERPRINT
 
@@ -22,8 +23,8 @@ def catalog(tmp_path: Path) -> Catalog:
 
 def make(catalog: Catalog, image_id: str = "slot0-a", *, slot: int = 0, at: str = "1") -> Manifest:
     with catalog.draft(image_id) as draft:
-        (draft / "pages-1.img").write_bytes(bytes(range(256)) * 64)
-        (draft / "core-1.img").write_bytes(b"")
+        (draft.directory / "pages-1.img").write_bytes(bytes(range(256)) * 64)
+        (draft.directory / "core-1.img").write_bytes(b"")
         manifest = Manifest(
             image_id=image_id,
             slot=slot,
@@ -32,8 +33,7 @@ def make(catalog: Catalog, image_id: str = "slot0-a", *, slot: int = 0, at: str 
             fingerprint=replace(FINGERPRINT, slot=slot),
             files=catalog.seal(draft),
         )
-        catalog.publish(draft, manifest)
-    return manifest
+        return catalog.publish(draft, manifest)
 
 
 def test_published_image_is_read_back(catalog: Catalog) -> None:
@@ -72,18 +72,18 @@ def test_missing_catalog_is_empty_and_not_made_by_looking(tmp_path: Path) -> Non
 def test_unfinished_image_is_never_listed(catalog: Catalog) -> None:
     make(catalog)
     with catalog.draft("slot0-z") as draft:
-        (draft / "pages-1.img").write_bytes(b"half")
+        (draft.directory / "pages-1.img").write_bytes(b"half")
         assert list(catalog.entries()) == ["slot0-a"]
         with pytest.raises(SnapshotNotFound):
-            catalog.inspect(draft.name)
-    assert not draft.exists()
+            catalog.inspect(draft.directory.name)
+    assert not draft.directory.exists()
 
 
 def test_what_a_killed_dump_left_is_removed(catalog: Catalog) -> None:
     make(catalog)
     (catalog.root / ".partial-slot0-z").mkdir(mode=0o700)
     catalog.remove_partials()
-    assert [p.name for p in catalog.root.iterdir()] == ["slot0-a"]
+    assert {p.name for p in catalog.root.iterdir()} == {"slot0-a", ".lock"}
 
 
 def _flip(directory: Path) -> None:
@@ -195,7 +195,7 @@ def test_remove_deletes_damaged_images_and_only_links(catalog: Catalog) -> None:
     _link_directory(catalog.root / "slot0-b")
     catalog.remove("slot0-a")
     catalog.remove("slot0-b")
-    assert list(catalog.root.iterdir()) == []
+    assert [p.name for p in catalog.root.iterdir()] == [".lock"]
     assert (catalog.root.parent / "moved" / MANIFEST_FILE).exists()
 
 

@@ -13,6 +13,7 @@ from dynamo_elastic.snapshot.inspect_process import (
     descriptor_findings,
     environment_findings,
     mapping_findings,
+    thread_findings,
 )
 
 ALLOWED = Allowed((Path("/run/x/slots/0"),), {"PATH", "UCX_TLS"}.__contains__)
@@ -21,7 +22,7 @@ APPEND = os.O_WRONLY | os.O_APPEND
 
 def findings(*descriptors: tuple[str, int]) -> list[str]:
     numbered = [Descriptor(fd, *rest) for fd, rest in enumerate(descriptors)]
-    return list(descriptor_findings(numbered, ALLOWED))
+    return list(descriptor_findings(numbered, ALLOWED, {"5678": "a listening TCP socket"}))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,8 @@ def test_what_may_be_open(target: str, flags: int) -> None:
     ("target", "flags", "reason"),
     [
         ("socket:[1234]", os.O_RDWR, "a socket"),
-        ("anon_inode:[io_uring]", os.O_RDWR, "can't be in an image"),
+        ("socket:[5678]", os.O_RDWR, "a listening TCP socket"),
+        ("anon_inode:[io_uring]", os.O_RDWR, "io_uring can't be in an image"),
         ("pipe:[77]", os.O_RDONLY, "a pipe to another process"),
         ("/dev/infiniband/uverbs0", os.O_RDWR, "a device"),
         ("/dev/nvidia0", os.O_RDWR, "a device"),
@@ -54,6 +56,7 @@ def test_what_may_be_open(target: str, flags: int) -> None:
         ("/etc/passwd", os.O_RDONLY, "outside the control directory"),
         ("/run/x/slots/01/boot.log", APPEND, "outside the control directory"),
         ("/run/x/slots/0/state", os.O_RDWR, "without O_APPEND"),
+        ("/run/x/slots/0/gone (deleted)", APPEND, "a deleted file"),
     ],
 )
 def test_what_must_not_be_open(target: str, flags: int, reason: str) -> None:
@@ -81,12 +84,29 @@ MAPS = """\
 def test_mappings() -> None:
     assert list(mapping_findings(MAPS)) == []
     device = "7f05-7f06 rw-s 00000000 00:05 7 /dev/infiniband/uverbs0\n"
-    shared = "7f06-7f07 rw-s 00000000 00:06 7 /dev/shm/psm_1\n"
-    found = list(mapping_findings(MAPS + device + device + shared))
+    shared = "7f06-7f07 r--s 00000000 00:06 7 /dev/shm/psm_1\n"
+    ring = "7f06-7f07 rw-s 00000000 00:0f 7 anon_inode:[io_uring]\n"
+    found = list(mapping_findings(MAPS + device + device + shared + ring))
     assert found == [
         "mapping of device /dev/infiniband/uverbs0",
-        "shared writable mapping of /dev/shm/psm_1",
+        "mapping of /dev/shm/psm_1, shared with other processes",
+        "mapping of anon_inode:[io_uring]",
     ]
+
+
+def test_second_mapping_of_a_file_is_looked_at_too() -> None:
+    first = "7f06-7f07 r--s 00000000 00:06 7 /srv/file\n"
+    second = "7f07-7f08 rw-s 00000000 00:06 7 /srv/file\n"
+    assert list(mapping_findings(first)) == []
+    assert len(list(mapping_findings(first + second))) == 1
+
+
+def test_threads_stay_in_the_range_of_their_slot() -> None:
+    allowed = Allowed((), {}.__contains__, range(1000, 2000))
+    assert list(thread_findings([1000, 1999], allowed)) == []
+    (finding,) = thread_findings([1000, 2000, 2001], allowed)
+    assert finding.startswith("2 threads (first 2000)")
+    assert list(thread_findings([7], ALLOWED)) == []
 
 
 def test_environment_is_named_but_not_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,11 +50,16 @@ class World:
         self.namespace = FakeNamespace()
         self.phases: list[TakePhase | RestorePhase] = []
         self.spawned: list[ProcessRef] = []
+        self.max_bytes = 1 << 30
         self.here = replace(FINGERPRINT, control_dir=str(self.control_dir))
 
-    def make_namespace(self, binds: Mapping[Path, Path]) -> Namespace:
+    @contextmanager
+    def make_namespace(self, binds: Mapping[Path, Path]) -> Iterator[Namespace]:
         assert list(binds) == [self.control_dir]
-        return self.namespace
+        try:
+            yield self.namespace
+        finally:
+            self.namespace.end(timeout_s=5)
 
     def take(self, code: str, *, timeout_s: float = 10.0) -> Manifest:
         code = code.format(self.control_dir / READY)
@@ -70,6 +76,7 @@ class World:
             fingerprint=self.here,
             boot_timeout_s=timeout_s,
             dump_timeout_s=timeout_s,
+            max_bytes=self.max_bytes,
         )
         return take_snapshot(
             request,
@@ -124,7 +131,7 @@ def test_failed_take_leaves_nothing(
         world.take(code, timeout_s=10.0 if error is NotQuiescent or "broken" in reason else 0.3)
     assert world.phases[-1] is TakePhase.FAILED
     assert world.catalog.entries() == {}
-    assert not world.catalog.root.exists() or list(world.catalog.root.iterdir()) == []
+    assert world.catalog.partials() == ()
 
 
 def test_failed_dump_leaves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +143,8 @@ def test_failed_dump_leaves_nothing(world: World, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(world.imager, "dump", fail)
     with pytest.raises(ImagerError):
         world.take(COME_UP)
-    assert list(world.catalog.root.iterdir()) == []
+    assert world.catalog.entries() == {}
+    assert world.catalog.partials() == ()
     assert not alive(world.spawned[0])
 
 

@@ -1,0 +1,27 @@
+"""What a command's exit code says; 0 is success."""
+
+from __future__ import annotations
+
+from dynamo_elastic.errors import (
+    ConfigError,
+    ElasticError,
+    SnapshotDamaged,
+    SnapshotInUse,
+    SnapshotMismatch,
+    SnapshotNotFound,
+)
+
+FAILED, BAD_INPUT, NOT_FOUND, DAMAGED, DOES_NOT_FIT, IN_USE = 1, 2, 3, 4, 5, 6
+
+_CODES: dict[type[ElasticError], int] = {
+    ConfigError: BAD_INPUT,
+    SnapshotNotFound: NOT_FOUND,
+    SnapshotDamaged: DAMAGED,
+    SnapshotMismatch: DOES_NOT_FIT,
+    SnapshotInUse: IN_USE,
+}
+
+
+def exit_code(error: ElasticError) -> int:
+    """Of a command that ended with `error`."""
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), FAILED)
