@@ -85,23 +85,30 @@ def import_image(
 @contextmanager
 def _opened(source: Path) -> Iterator[tarfile.TarFile]:
     try:
-        fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW)
+        fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as exc:
         raise SnapshotError(f"{source}: can't be read ({exc.strerror})") from exc
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise SnapshotDamaged(f"{source}: is not a plain file")
-        if status.st_uid != os.geteuid():
-            raise SnapshotDamaged(f"{source}: is owned by uid {status.st_uid}, not by us")
-        if status.st_mode & _WRITABLE_BY_OTHERS:
-            mode = stat.S_IMODE(status.st_mode)
-            raise SnapshotDamaged(f"{source}: mode {mode:04o} lets others write; chmod go-w it")
-        try:
-            with tarfile.open(fileobj=file, mode="r:") as archive:
-                yield archive
-        except tarfile.TarError as exc:
-            raise SnapshotDamaged(f"{source}: not a whole archive ({exc})") from exc
+    try:
+        _check_source(os.fstat(fd), source)
+        with (
+            os.fdopen(fd, "rb", closefd=False) as file,
+            tarfile.open(fileobj=file, mode="r:") as archive,
+        ):
+            yield archive
+    except tarfile.TarError as exc:
+        raise SnapshotDamaged(f"{source}: not a whole archive ({exc})") from exc
+    finally:
+        os.close(fd)
+
+
+def _check_source(status: os.stat_result, source: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise SnapshotDamaged(f"{source}: is not a plain file")
+    if status.st_uid != os.geteuid():
+        raise SnapshotDamaged(f"{source}: is owned by uid {status.st_uid}, not by us")
+    if status.st_mode & _WRITABLE_BY_OTHERS:
+        mode = stat.S_IMODE(status.st_mode)
+        raise SnapshotDamaged(f"{source}: mode {mode:04o} lets others write; chmod go-w it")
 
 
 def _members(archive: tarfile.TarFile, source: Path) -> Iterator[tuple[str, tarfile.TarInfo]]:

@@ -79,9 +79,7 @@ class Catalog:
             except SnapshotNotFound:
                 continue
             except SnapshotDamaged as exc:
-                # Not damaged, but gone, if somebody removes it while we look.
-                if os.path.lexists(self.root / name):
-                    damaged[name] = exc
+                damaged[name] = exc
         whole.sort(key=lambda m: m.created_at, reverse=True)
         return {m.image_id: m for m in whole} | damaged
 
@@ -92,7 +90,8 @@ class Catalog:
     def inspect(self, image_id: str) -> Manifest:
         """Its manifest. Raises SnapshotNotFound or SnapshotDamaged."""
         directory = self.directory(image_id)
-        manifest = read_manifest(directory)
+        with self._unless_gone(image_id):
+            manifest = read_manifest(directory)
         if manifest.image_id != image_id:
             raise SnapshotDamaged(f"{directory}: holds the manifest of {manifest.image_id}")
         return manifest
@@ -100,7 +99,8 @@ class Catalog:
     def directory(self, image_id: str) -> Path:
         """Where its files are. Raises SnapshotNotFound, or SnapshotDamaged if not private."""
         directory = self._path(image_id)
-        private_directory(directory)
+        with self._unless_gone(image_id):
+            private_directory(directory)
         return directory
 
     def findings(self, image_id: str) -> tuple[str, ...]:
@@ -272,6 +272,15 @@ class Catalog:
             raise SnapshotInUse(f"catalog {self.root} is in use by another process") from exc
         except OSError as exc:
             raise SnapshotError(f"{self.root}: can't be changed ({exc.strerror})") from exc
+
+    @contextmanager
+    def _unless_gone(self, image_id: str) -> Iterator[None]:
+        """An image that is removed while we look at it is not damaged."""
+        try:
+            yield
+        except (SnapshotDamaged, FileNotFoundError):
+            self._path(image_id)
+            raise
 
     def _path(self, image_id: str) -> Path:
         path = self.root / image_id

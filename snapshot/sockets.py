@@ -45,7 +45,8 @@ def _inet(path: Path, kind: str) -> Iterator[tuple[str, str]]:
         local, remote, inode = _address(row[1]), _address(row[2]), row[9]
         state = _TCP_STATES.get(row[3], "") if kind == "TCP" else ""
         peer = f" to {remote}" if state == "established" else ""
-        yield inode, " ".join(f"a {state} {kind} socket {local}{peer}".split())
+        article = "an" if state == "established" else "a"
+        yield inode, " ".join(f"{article} {state} {kind} socket {local}{peer}".split())
 
 
 def _address(text: str) -> str:

@@ -31,6 +31,18 @@ def renew(attach: Attach, renewals: Mapping[str, Callable[[Attach], None]] | Non
         act(attach)
 
 
+def redirect(path: str, descriptors: tuple[int, ...]) -> None:
+    """Point `descriptors` at `path`, appending."""
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for descriptor in descriptors:
+        os.dup2(file, descriptor)
+    os.close(file)
+
+
+def _log(attach: Attach) -> None:
+    redirect(attach.log_path, (1, 2))
+
+
 def _environment(attach: Attach) -> None:
     os.environ.update(attach.environment)
     time.tzset()
@@ -82,6 +94,7 @@ def _process_key(_: Attach) -> None:
 
 
 RENEWALS: dict[str, Callable[[Attach], None]] = {
+    "log": _log,
     "environment": _environment,
     "random": _random,
     "numpy": _numpy,
@@ -92,8 +105,7 @@ RENEWALS: dict[str, Callable[[Attach], None]] = {
     "host name": _host_name,
     "process key": _process_key,
 }
-"""Name -> act. The log is the engine's own to reopen; uuid4, os.urandom and secrets ask the
-kernel."""
+"""Name -> act. uuid4, os.urandom and secrets ask the kernel, and need none."""
 
 
 def _loaded(name: str) -> ModuleType | None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.fingerprint import Fingerprint
+from dynamo_elastic.snapshot.manifest import Manifest
 
 FINGERPRINT = Fingerprint(
     schema=1,
@@ -20,3 +24,26 @@ FINGERPRINT = Fingerprint(
     slot=0,
     control_dir="/run/test/slots/0",
 )
+
+
+def publish_image(
+    catalog: Catalog,
+    image_id: str = "slot0-a",
+    *,
+    slot: int = 0,
+    at: str = "1",
+    size_bytes: int = 256 * 64,
+) -> Manifest:
+    """An image of made-up files, and one that is empty."""
+    with catalog.draft(image_id) as draft:
+        (draft.directory / "pages-1.img").write_bytes(bytes(range(256)) * (size_bytes // 256))
+        (draft.directory / "core-1.img").write_bytes(b"")
+        manifest = Manifest(
+            image_id=image_id,
+            slot=slot,
+            created_at=at,
+            root_pid=1000,
+            fingerprint=replace(FINGERPRINT, slot=slot, control_dir=f"/run/test/slots/{slot}"),
+            files=catalog.seal(draft),
+        )
+        return catalog.publish(draft, manifest)

@@ -57,6 +57,7 @@ def _plant(args: argparse.Namespace) -> Any:
 
 async def _serve(control: Path, attach: dict[str, Any], state: Any, args: Any) -> None:
     from dynamo_elastic.ipc import RpcServer
+    from dynamo_elastic.testing import standin_state
 
     answer = {
         "state": "attached",
@@ -77,6 +78,9 @@ async def _serve(control: Path, attach: dict[str, Any], state: Any, args: Any) -
     async def status(_: dict[str, Any]) -> Any:
         return answer
 
+    async def identity(_: dict[str, Any]) -> Any:
+        return {"draws": standin_state.draws(), "facts": standin_state.facts()}
+
     async def work(_: dict[str, Any]) -> Any:
         return {
             "result": _work(state, args.torch),
@@ -84,7 +88,9 @@ async def _serve(control: Path, attach: dict[str, Any], state: Any, args: Any) -
             "environment": attach["environment"],
         }
 
-    server = RpcServer(control / "engine.sock", {"status": status, "work": work})
+    server = RpcServer(
+        control / "engine.sock", {"status": status, "work": work, "identity": identity}
+    )
     await server.start()
     await asyncio.Event().wait()
 
@@ -99,20 +105,27 @@ def main() -> None:
     if args.crash:
         sys.exit("planted crash")
     import dynamo_elastic.ipc  # noqa: F401
+    from dynamo_elastic.engine.base import Attach
+    from dynamo_elastic.testing import standin_state
 
     state = _warm(args.mb, args.torch)
     planted = _plant(args)
+    drawn = standin_state.warm()
     if not args.hang:
         ready = args.control / "detached.json"
         partial = ready.with_suffix(".tmp")
-        partial.write_text(json.dumps({"probe": _work(state, args.torch), "planted": str(planted)}))
+        report = {"probe": _work(state, args.torch), "planted": str(planted), "draws": drawn}
+        report["facts"] = standin_state.facts()
+        partial.write_text(json.dumps(report))
         partial.rename(ready)
     attach_file = args.control / "attach.json"
     while not attach_file.exists():
         time.sleep(_POLL_S)
     attach = json.loads(attach_file.read_text())
     attach_file.unlink()
-    random.seed(attach["seed"])
+    standin_state.take_identity(Attach(**attach))
+    sys.stdout.write(f"attached as {attach['incarnation']}\n")
+    sys.stdout.flush()
     if args.mute:
         time.sleep(600)
     asyncio.run(_serve(args.control, attach, state, args))

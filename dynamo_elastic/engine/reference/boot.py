@@ -25,6 +25,7 @@ from dynamo_elastic.engine.reference.experts import LocalExperts
 from dynamo_elastic.engine.reference.kv import KvCache
 from dynamo_elastic.engine.reference.model import Model, Routing, Row, TileSize, Weights
 from dynamo_elastic.engine.reference.scheduler import least_blocks
+from dynamo_elastic.engine.renew import redirect
 from dynamo_elastic.engine.shape import ModelShape, read_shape
 from dynamo_elastic.errors import ConfigError, EngineError
 
@@ -116,14 +117,6 @@ def adopt_standard_files() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-
-
-def redirect(path: str, descriptors: tuple[int, ...]) -> None:
-    """Point `descriptors` at `path`, appending."""
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    for descriptor in descriptors:
-        os.dup2(file, descriptor)
-    os.close(file)
 
 
 def detach(engine: WarmEngine, parts_s: dict[str, float]) -> None:

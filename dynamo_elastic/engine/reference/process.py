@@ -19,7 +19,6 @@ from dynamo_elastic.engine.reference.boot import (
     adopt_standard_files,
     detach,
     prove,
-    redirect,
     wait_attach,
     warm_up,
 )
@@ -108,7 +107,6 @@ def serve(engine: WarmEngine, attach: Attach) -> None:
 
 def _take_identity(attach: Attach) -> None:
     """New log, environment and random state: nothing of the process that was warmed up is left."""
-    redirect(attach.log_path, (1, 2))
     renew(attach)
     arm_from_environment(attach.worker_id)
     failpoint("engine.attached")

@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dynamo_elastic.errors import SnapshotDamaged, SnapshotError, SnapshotNotFound
+from dynamo_elastic.errors import SnapshotDamaged, SnapshotError, SnapshotInUse, SnapshotNotFound
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.checks import digest_file
+from dynamo_elastic.snapshot.locks import locked_file
 from dynamo_elastic.snapshot.manifest import MANIFEST_FILE, Manifest
 from dynamo_elastic.testing.snapshots import FINGERPRINT
+from dynamo_elastic.testing.snapshots import publish_image as make
 
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Catalog:
     return Catalog(tmp_path / "images")
-
-
-def make(catalog: Catalog, image_id: str = "slot0-a", *, slot: int = 0, at: str = "1") -> Manifest:
-    with catalog.draft(image_id) as draft:
-        (draft.directory / "pages-1.img").write_bytes(bytes(range(256)) * 64)
-        (draft.directory / "core-1.img").write_bytes(b"")
-        manifest = Manifest(
-            image_id=image_id,
-            slot=slot,
-            created_at=at,
-            root_pid=1000,
-            fingerprint=replace(FINGERPRINT, slot=slot),
-            files=catalog.seal(draft),
-        )
-        return catalog.publish(draft, manifest)
 
 
 def test_published_image_is_read_back(catalog: Catalog) -> None:
@@ -105,7 +94,12 @@ def _link_directory(directory: Path) -> None:
     directory.symlink_to(moved)
 
 
+def _second_name(directory: Path) -> None:
+    os.link(directory / "pages-1.img", directory.parent.parent / "second")
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
+    "has 2 names": _second_name,
     "content was altered": _flip,
     "can't be read": lambda d: (d / "core-1.img").unlink(),
     "bytes, not": lambda d: (d / "core-1.img").write_bytes(b"x"),
@@ -208,3 +202,109 @@ def test_catalog_that_cannot_be_made_says_so(tmp_path: Path) -> None:
 def test_digest_of_an_empty_file(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     assert digest_file(tmp_path / "empty") == "99aa06d3014798d86001c324468d497f"
+
+
+def test_every_byte_of_the_manifest_counts(catalog: Catalog) -> None:
+    make(catalog)
+    path = catalog.root / "slot0-a" / MANIFEST_FILE
+    good = path.read_bytes()
+    for bad in (
+        good.replace(b'"created_at": "1"', b'"created_at": "2"'),
+        good.replace(b"\n}", b"\n }"),
+        good.replace(b'"root_pid": 1000', b'"root_pid": 1001'),
+    ):
+        assert bad != good
+        path.write_bytes(bad)
+        with pytest.raises(SnapshotDamaged, match="content was altered"):
+            catalog.inspect("slot0-a")
+
+
+def test_other_schema_is_named(catalog: Catalog) -> None:
+    make(catalog)
+    path = catalog.root / "slot0-a" / MANIFEST_FILE
+    path.write_bytes(path.read_bytes().replace(b'"schema_version": 2', b'"schema_version": 1'))
+    with pytest.raises(SnapshotDamaged, match="schema 1 is not 2"):
+        catalog.inspect("slot0-a")
+
+
+def test_all_findings_come_at_once(catalog: Catalog) -> None:
+    make(catalog)
+    directory = catalog.root / "slot0-a"
+    _flip(directory)
+    (directory / "extra").touch()
+    assert len(catalog.findings("slot0-a")) == 2
+    with pytest.raises(SnapshotNotFound):
+        catalog.findings("slot0-b")
+
+
+def test_image_in_use_is_not_removed(catalog: Catalog) -> None:
+    make(catalog)
+    with catalog.hold("slot0-a"), catalog.hold("slot0-a"):
+        with pytest.raises(SnapshotInUse, match="slot0-a is in use"):
+            catalog.remove("slot0-a")
+        assert "slot0-a" in catalog.entries()
+    catalog.remove("slot0-a")
+    with pytest.raises(SnapshotNotFound):
+        catalog.hold("slot0-a")
+
+
+def test_draft_of_a_living_writer_is_left_alone(catalog: Catalog) -> None:
+    with catalog.draft("slot0-z") as draft:
+        catalog.remove_partials()
+        assert catalog.partials() == ()
+        assert draft.directory.exists()
+
+
+def test_reader_never_meets_a_writer_on_a_published_image(catalog: Catalog) -> None:
+    with catalog.draft("slot0-a") as draft:
+        manifest = Manifest("slot0-a", 0, "1", 1000, FINGERPRINT, catalog.seal(draft))
+        catalog.publish(draft, manifest)
+        with catalog.hold("slot0-a"):
+            pass
+
+
+def test_image_of_that_name_is_not_overwritten(catalog: Catalog) -> None:
+    make(catalog, at="1")
+    with pytest.raises(SnapshotError, match="exists already"):
+        make(catalog, at="2")
+    assert catalog.inspect("slot0-a").created_at == "1"
+    assert catalog.partials() == ()
+
+
+def test_catalog_that_is_changed_for_ever_by_another(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(catalog)
+    monkeypatch.setattr("dynamo_elastic.snapshot.catalog._LOCK_TIMEOUT_S", 0.05)
+    with locked_file(catalog.root / ".lock", timeout_s=0):
+        with pytest.raises(SnapshotInUse, match="in use by another process"):
+            catalog.remove("slot0-a")
+        assert len(catalog.entries()) == 1
+    catalog.remove("slot0-a")
+
+
+def test_many_at_once_leave_whole_images(catalog: Catalog) -> None:
+    """Writers, a pruner of leftovers and readers, all without knowledge of each other."""
+
+    def write(number: int) -> None:
+        for turn in range(6):
+            own = Catalog(catalog.root)
+            make(own, f"slot{number}-{turn}", slot=number)
+            if turn % 2:
+                own.remove(f"slot{number}-{turn}")
+
+    def look(_: int) -> None:
+        for _turn in range(10):
+            own = Catalog(catalog.root)
+            own.remove_partials()
+            for image_id, entry in own.entries().items():
+                assert isinstance(entry, Manifest), entry
+                with suppress(SnapshotNotFound), own.hold(image_id):
+                    assert own.findings(image_id) == ()
+
+    with ThreadPoolExecutor(6) as pool:
+        jobs = [pool.submit(write, n) for n in range(3)] + [pool.submit(look, n) for n in range(3)]
+        for job in jobs:
+            job.result(timeout=60)
+    assert set(catalog.entries()) == {f"slot{n}-{t}" for n in range(3) for t in (0, 2, 4)}
+    assert catalog.partials() == ()
