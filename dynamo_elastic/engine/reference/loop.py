@@ -110,6 +110,9 @@ class StepLoop:
         if current.rank in current.masked:
             self._step_out(f"its peers masked it: {sorted(records)}")
             return
+        if self._first_round and current.alone:
+            self._step_out("nobody else came into it")
+            return
         if current.lost_experts:
             self._fail_all(current)
         commit = max(r.commit for r in records.values())
@@ -134,9 +137,13 @@ class StepLoop:
             placement=placement_digest(current.installed),
             masked=tuple(sorted(current.masked | current.group.masked)),
         )
-        first = not current.proven and self.old is None
-        timeout_s = _FIRST_ROUND_TIMEOUT_S if first else self._peer_timeout_s
+        timeout_s = _FIRST_ROUND_TIMEOUT_S if self._first_round else self._peer_timeout_s
         return decode_records(current.group.control(encode_record(record), timeout_s=timeout_s))
+
+    @property
+    def _first_round(self) -> bool:
+        """True of a joiner that waits for the ranks in force to switch to its group."""
+        return self.current is not None and not self.current.proven and self.old is None
 
     def _ready_epoch(self, current: Membership) -> Epoch:
         """The pending epoch, once it is decided and nobody would have to wait for a joiner."""

@@ -107,6 +107,11 @@ class Membership:
         return self.decided_s > 0 and not self.withdrawn
 
     @property
+    def alone(self) -> bool:
+        """True if there were others, and all are lost."""
+        return 0 < len(self.masked) == self.group.world_size - 1
+
+    @property
     def lost_experts(self) -> tuple[int, ...]:
         return self.placement.lost
 

@@ -61,6 +61,9 @@ def test_a_decision_that_a_rank_misses_is_superseded(
                 await ranks.join(missed)
                 await ranks.decide(missed.after.epoch, [FIRST, JOINER])
                 await steps_on(ranks, Epoch(1), [FIRST, SECOND], load)
+                joiner = ranks.all[JOINER].client
+                await joiner.abort_epoch(missed.after.epoch)
+                assert (await joiner.status()).state is EngineState.ATTACHED
                 superseding = ranks.plan(3, skipped_epochs=1)
                 await ranks.join(superseding)
                 with pytest.raises(EngineError):
@@ -69,7 +72,7 @@ def test_a_decision_that_a_rank_misses_is_superseded(
                 await ranks.switch(superseding.after)
                 await ranks.rebalance(superseding.after, superseding.settled)
             load.check(oracle)
-            assert (await ranks.all[JOINER].client.status()).epoch == superseding.after.epoch
+            assert (await joiner.status()).epoch == superseding.after.epoch
 
     asyncio.run(scenario())
 

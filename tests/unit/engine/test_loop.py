@@ -84,7 +84,7 @@ class ScriptedGroup:
 class Bench:
     """A step loop that holds every expert, in epoch 1 with a peer that holds none."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, *, rounds: int = 2) -> None:
         weights = Weights(SMALL_SHAPE, len(ALL))
         load_weights(model_dir, weights, ALL)
         self.outputs: list[Output] = []
@@ -98,7 +98,7 @@ class Bench:
         )
         self.group = ScriptedGroup(1)
         self.join(self.group)
-        self.rounds(2)
+        self.rounds(rounds)
 
     def join(self, group: ScriptedGroup) -> None:
         self.pend(group)
@@ -319,6 +319,21 @@ def test_a_rank_that_its_peers_masked_steps_out(bench: Bench) -> None:
     assert bench.loop.state is EngineState.ATTACHED
     assert bench.outputs[-1].finish is Finish.FAILED
     assert bench.group.closed
+
+
+def test_a_joiner_that_nobody_joins_steps_out(model_dir: Path) -> None:
+    bench = Bench(model_dir, rounds=1)
+    assert not bench.group.closed
+    bench.group.masked = frozenset({Rank(1)})
+    bench.rounds(1)
+    assert bench.loop.state is EngineState.ATTACHED
+    assert bench.group.closed
+
+
+def test_a_proven_rank_whose_peers_are_lost_serves_on(bench: Bench) -> None:
+    bench.group.masked = frozenset({Rank(1)})
+    bench.rounds(2)
+    assert bench.loop.state is EngineState.SERVING
 
 
 def test_calls_run_between_steps_and_report_errors(bench: Bench) -> None:
