@@ -45,7 +45,7 @@ def run(cycles: int, work_dir: Path, console: Console) -> SoakResult:
         def show(result: SoakResult) -> None:
             progress.advance(task)
             if len(result.cycles) % SAY_EVERY == 0:
-                console.print(so_far(result))
+                console.print(so_far(result), soft_wrap=True)
 
         return asyncio.run(
             soak(

@@ -27,4 +27,7 @@ def dynamo_environment(config: DeploymentConfig) -> dict[str, str]:
         "ETCD_ENDPOINTS": ",".join(config.etcd.urls),
         "ETCD_LEASE_TTL": str(config.scale.lease_ttl_s),
         "HF_HUB_OFFLINE": "1",
+        # A client that goes away is an error to Dynamo: the stack of the first one, where stacks
+        # are asked for, costs a shell 55 MB of symbols and a pause.
+        "RUST_LIB_BACKTRACE": "0",
     }
