@@ -206,8 +206,9 @@ class Catalog:
     def remove(self, image_id: str) -> None:
         """Delete an image, damaged or not. Raises SnapshotNotFound; SnapshotInUse if somebody
         holds it, or SnapshotError, and it is still there."""
+        directory = self._path(image_id)
         with self._changing():
-            directory = self._path(image_id)
+            self._path(image_id)
             with _storing(directory, "removed"):
                 if directory.is_symlink() or not directory.is_dir():
                     directory.unlink()

@@ -43,6 +43,11 @@ def test_the_example_is_valid() -> None:
         ({"frontend": {"port": 80}}, "frontend.port", "got 80"),
         ({"frontend": {"port": 2379}}, "etcd.port", "is also frontend.port"),
         ({"planner": {"control_port": 8000}}, "planner.control_port", "is also frontend.port"),
+        ({"snapshot": {"max_images_per_slot": 0}}, "snapshot.max_images_per_slot", "got 0"),
+        ({"snapshot": {"max_bytes": 1024}}, "snapshot.max_bytes", "got 1024"),
+        ({"snapshot": {"max_age_s": 0}}, "snapshot.max_age_s", "got 0"),
+        ({"snapshot": {"quarantine_s": -1}}, "snapshot.quarantine_s", "got -1"),
+        ({"snapshot": {"parked": 2}}, "snapshot.parked", "unknown setting"),
         ({"etcd": {"endpoints": ["http://127.0.0.1:1"]}}, "etcd.endpoints", "etcd.start to false"),
     ],
 )

@@ -13,9 +13,18 @@ from typing import Any
 import pytest
 import yaml
 
+from dynamo_elastic.cli.exit_codes import (
+    BAD_INPUT,
+    DAMAGED,
+    DOES_NOT_FIT,
+    FAILED,
+    IN_USE,
+    NOT_FOUND,
+)
 from dynamo_elastic.cli.main import main
 from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.snapshot import criu
+from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.testing.engine_process import SMALL_SHAPE
 
 
@@ -105,6 +114,74 @@ def test_life_of_an_image(cli: Cli) -> None:
     assert cli.run("rm", image, *file)[0] == 0
     assert f"no snapshot {image}" in cli.fails("rm", image, *file)
     assert json.loads(cli.run("list", *file, "--json")[1]) == []
+
+
+def code(cli: Cli, *argv: str) -> int:
+    return cli.run(*argv, "-f", str(cli.file))[0]
+
+
+@pytest.mark.root
+@pytest.mark.criu
+@pytest.mark.nixl
+def test_image_moves_and_is_pruned(cli: Cli) -> None:
+    file = ("-f", str(cli.file))
+    _, out, err = cli.run("create", *file, "--slot", "0", "--json")
+    image = json.loads(out)[0]["image_id"]
+    # Not on a terminal: a line for each phase.
+    assert [line for line in err.splitlines() if line.startswith("slot 0: ")] == [
+        f"slot 0: {phase}" for phase in ("boot", "inspect", "dump", "store", "done")
+    ]
+    archive = cli.directory / "image.tar"
+    _, out, _ = cli.run("export", image, str(archive), *file, "--json")
+    assert json.loads(out)["archive_bytes"] == archive.stat().st_size
+    assert code(cli, "export", image, str(archive)) == FAILED
+    assert code(cli, "import", str(archive)) == FAILED
+
+    assert json.loads(cli.run("rm", image, *file, "--json")[1]) == {"removed": image}
+    assert code(cli, "rm", image) == NOT_FOUND
+    assert json.loads(cli.run("import", str(archive), *file, "--json")[1])["image_id"] == image
+    assert code(cli, "verify", image) == 0
+    assert code(cli, "restore", image) == 0
+
+    with Catalog(cli.catalog).hold(image):
+        assert code(cli, "rm", image) == IN_USE
+    good = archive.read_bytes()
+    middle = len(good) // 2
+    cli.run("rm", image, *file)
+    archive.write_bytes(good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :])
+    assert code(cli, "import", str(archive)) == DAMAGED
+    archive.write_bytes(good)
+    assert code(cli, "import", str(archive)) == 0
+
+    # Of another model than the deployment's by now: not taken in, and what is there goes.
+    config = cli.directory / "model" / "config.json"
+    config.write_text(config.read_text().replace(" ", "  "))
+    (cli.catalog / ".partial-slot1-dead").mkdir(mode=0o700)
+    dry = json.loads(cli.run("prune", *file, "--dry-run", "--json")[1])
+    assert [e["image_id"] for e in dry["removed"]] == [image]
+    assert dry["removed"][0]["reason"].startswith("stale: model: ")
+    assert dry["partials"] == [".partial-slot1-dead"]
+    assert image in cli.run("list", *file)[1]
+    assert f"removed {image}: stale: model" in cli.run("prune", *file)[1]
+    assert json.loads(cli.run("list", *file, "--json")[1]) == []
+    assert "model: the image has" in cli.fails("import", str(archive), *file)
+    assert code(cli, "import", str(archive)) == DOES_NOT_FIT
+    assert Catalog(cli.catalog).entries() == {}
+
+
+def test_bad_input_has_its_code(cli: Cli) -> None:
+    assert cli.run("create")[0] == BAD_INPUT
+    assert cli.run("restore", "x")[0] == BAD_INPUT
+    none = str(cli.directory / "none.yaml")
+    for command in ("verify", "inspect", "rm", "restore"):
+        assert cli.run(command, "x", "-f", none)[0] == BAD_INPUT
+
+
+@pytest.mark.root
+@pytest.mark.criu
+@pytest.mark.parametrize("command", ["verify", "inspect", "rm", "restore"])
+def test_image_that_is_not_there(cli: Cli, command: str) -> None:
+    assert code(cli, command, "none") == NOT_FOUND
 
 
 def test_file_is_named_in_its_faults(cli: Cli) -> None:
