@@ -93,6 +93,8 @@ async def running(config: DeploymentConfig, say: Say) -> AsyncIterator[Deploymen
             ready = _http_ok(f"{deployment.url}/health")
             await builder.launch(plan.frontend_spec(config), ready, _START_TIMEOUT_S)
         await _start_workers(builder, deployment, config_file, num_experts)
+        if config.frontend.enabled:
+            await _model_listed(deployment)
         if config.planner.enabled:
             await _start_planner(builder, deployment, num_experts)
         yield deployment
@@ -263,6 +265,22 @@ async def _booted(deployment: Deployment) -> None:
                 return
             raise ElasticError(f"the first ranks did not come up: {last.failure}")
         await asyncio.sleep(0.1)
+
+
+async def _model_listed(deployment: Deployment) -> None:
+    """Return once the frontend knows the model: it hears of the first rank a moment after we do,
+    and until then it answers 404. Raises ElasticError."""
+    name = deployment.config.model.name
+    try:
+        async with asyncio.timeout(_START_TIMEOUT_S), aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(f"{deployment.url}/v1/models") as response:
+                    models = await response.json()
+                if any(m["id"] == name for m in models["data"]):
+                    return
+                await asyncio.sleep(0.02)
+    except (aiohttp.ClientError, TimeoutError) as exc:
+        raise ElasticError(f"the frontend does not list {name}: {exc or 'in time'}") from exc
 
 
 def _http_ok(url: str) -> Ready:
