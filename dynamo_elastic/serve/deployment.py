@@ -280,7 +280,8 @@ async def _model_listed(deployment: Deployment) -> None:
                     return
                 await asyncio.sleep(0.02)
     except (aiohttp.ClientError, TimeoutError) as exc:
-        raise ElasticError(f"the frontend does not list {name}: {exc or 'in time'}") from exc
+        why = str(exc) or type(exc).__name__
+        raise ElasticError(f"the frontend does not list {name}: {why}") from exc
 
 
 def _http_ok(url: str) -> Ready:
