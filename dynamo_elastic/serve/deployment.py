@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import aiohttp
-
 from dynamo_elastic.agent.client import AgentClient
 from dynamo_elastic.agent.images import create_images, missing_slots
 from dynamo_elastic.config import DeploymentConfig, engine_shape
@@ -25,6 +23,7 @@ from dynamo_elastic.phases import Phase
 from dynamo_elastic.serve import plan
 from dynamo_elastic.serve.preflight import check_host, state_directory
 from dynamo_elastic.serve.processes import ProcessSpec, Ready, Supervisor
+from dynamo_elastic.serve.ready import http_ok, model_listed
 
 Say = Callable[[str], None]
 
@@ -90,11 +89,11 @@ async def running(config: DeploymentConfig, say: Say) -> AsyncIterator[Deploymen
         deployment = Deployment(config, store, keys, agent, builder.supervisor)
         if config.frontend.enabled:
             say("starting the frontend")
-            ready = _http_ok(f"{deployment.url}/health")
+            ready = http_ok(f"{deployment.url}/health")
             await builder.launch(plan.frontend_spec(config), ready, _START_TIMEOUT_S)
         await _start_workers(builder, deployment, config_file, num_experts)
         if config.frontend.enabled:
-            await _model_listed(deployment)
+            await model_listed(deployment.url, config.model.name, timeout_s=_START_TIMEOUT_S)
         if config.planner.enabled:
             await _start_planner(builder, deployment, num_experts)
         yield deployment
@@ -222,7 +221,7 @@ async def _start_planner(builder: _Builder, deployment: Deployment, num_experts:
     config, supervisor = builder.config, builder.supervisor
     builder.say("starting the planner")
     spec = plan.planner_spec(config)
-    ready = _http_ok(f"http://127.0.0.1:{config.planner.control_port}/v1/min-endpoints")
+    ready = http_ok(f"http://127.0.0.1:{config.planner.control_port}/v1/min-endpoints")
     await builder.launch(spec, ready, _PLANNER_TIMEOUT_S)
 
     async def start_over(reason: str) -> None:
@@ -265,37 +264,3 @@ async def _booted(deployment: Deployment) -> None:
                 return
             raise ElasticError(f"the first ranks did not come up: {last.failure}")
         await asyncio.sleep(0.1)
-
-
-async def _model_listed(deployment: Deployment) -> None:
-    """Return once the frontend knows the model: it hears of the first rank a moment after we do,
-    and until then it answers 404. Raises ElasticError."""
-    name = deployment.config.model.name
-    try:
-        async with asyncio.timeout(_START_TIMEOUT_S), aiohttp.ClientSession() as session:
-            while True:
-                async with session.get(f"{deployment.url}/v1/models") as response:
-                    models = await response.json()
-                if any(m["id"] == name for m in models["data"]):
-                    return
-                await asyncio.sleep(0.02)
-    except (aiohttp.ClientError, TimeoutError) as exc:
-        why = str(exc) or type(exc).__name__
-        raise ElasticError(f"the frontend does not list {name}: {why}") from exc
-
-
-def _http_ok(url: str) -> Ready:
-    """Something that returns once `url` answers 200."""
-
-    async def answers() -> None:
-        async with aiohttp.ClientSession() as session:
-            while True:
-                try:
-                    async with session.get(url) as response:
-                        if response.status == 200:
-                            return
-                except aiohttp.ClientError:
-                    pass
-                await asyncio.sleep(0.1)
-
-    return answers
