@@ -5,7 +5,8 @@ the phases of a kind in order and, in each, its steps in order; `who` says which
 part. COMMIT begins with one transaction in etcd; participants see it there, and acknowledge to
 SWITCH the switch that they then make. PUSH_EXPERTS stands for all rounds of topology.move_rounds():
 each is INSTALL (the routing that spares what is overwritten), PUSH_EXPERTS to the sources, INSTALL
-(the result).
+(the result). If nobody has switched when SWITCH ends, WITHDRAW makes sure that nobody will: the
+decision is then superseded by the next operation.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class Kind(StrEnum):
     BOOT = "boot"
     UP = "up"
     DOWN = "down"
+    REBALANCE = "rebalance"
+    """Moves experts inside the epoch in force: what an UP could not finish."""
 
 
 class Phase(StrEnum):
@@ -59,6 +62,7 @@ class Step(StrEnum):
     PUSH_EXPERTS = "push_experts"
     INSTALL = "install"
     SWITCH = "switch"
+    WITHDRAW = "withdraw"
     CANARY = "canary"
     SERVE = "serve"
     DISCONNECT = "disconnect"
@@ -185,8 +189,16 @@ PHASES: dict[Kind, tuple[PhaseSpec, ...]] = {
             "leavers parked or ended; their GPUs are free",
         ),
     ),
+    Kind.REBALANCE: (
+        PhaseSpec(
+            Phase.REBALANCE,
+            ((Step.FREEZE, Who.NEXT), (Step.PUSH_EXPERTS, Who.NEXT), (Step.THAW, Who.NEXT)),
+            "experts copied to where they were planned to be",
+        ),
+    ),
 }
-"""Phases of each kind, in order. Before COMMIT a failure aborts; from there only forward."""
+"""Phases of each kind, in order. Before COMMIT a failure aborts; from there only forward. A kind
+without COMMIT decides nothing, so it has nothing to undo."""
 
 TERMINAL = frozenset({Phase.DONE, Phase.ABORTED})
 
@@ -202,7 +214,9 @@ def committed(kind: Kind, phase: Phase) -> bool:
     if phase is Phase.DONE:
         return True
     order = phases_of(kind)
-    return phase in order and order.index(phase) >= order.index(Phase.COMMIT)
+    if phase not in order:
+        return False
+    return Phase.COMMIT not in order or order.index(phase) >= order.index(Phase.COMMIT)
 
 
 def check_move(kind: Kind, before: Phase, after: Phase) -> None:

@@ -67,7 +67,8 @@ class Journal:
             ],
             [
                 Put(keys.operation, encode(record)),
-                Put(keys.epoch, encode(int(record.plan.after.epoch))),
+                # The epoch of a rebalance is in force; others may have been used up since.
+                Put(keys.epoch, encode(max(status.epoch, int(record.plan.after.epoch)))),
             ],
             applied=applied,
         )
@@ -160,12 +161,15 @@ class Journal:
 
     def _placement(self, record: OperationRecord, in_force: Topology) -> list[Op]:
         """The write of the placement that was reached, if experts have moved."""
-        if record.current is None or record.current.epoch != in_force.epoch:
+        if record.served is not None or record.current is None:
+            return []
+        if record.current.epoch != in_force.epoch:
             return []
         return [Put(self._keys.topology, encode(record.current))]
 
     def _answer(self, record: OperationRecord) -> list[Op]:
-        if record.phase is not Phase.DONE or record.lost or not record.request_id:
+        reached = record.phase is Phase.DONE and not record.lost and record.served is None
+        if not reached or not record.request_id:
             return []
         outcome = TargetOutcome(
             record.request_id,

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from dynamo_elastic.config import ScaleConfig
 from dynamo_elastic.coordinator.decide import (
+    AS_WANTED,
     EVICTION_SOURCE,
+    Action,
     Answer,
     Idle,
     Operate,
@@ -28,7 +33,7 @@ from dynamo_elastic.coordinator.records import (
 from dynamo_elastic.coordinator.scale import Scaler, ScaleRequest
 from dynamo_elastic.coordinator.session import Session
 from dynamo_elastic.coordinator.status import Status, status_of
-from dynamo_elastic.coordinator.store import Guard, Leadership, Op, Put, Store, Watch
+from dynamo_elastic.coordinator.store import Delete, Guard, Leadership, Op, Put, Store, Watch
 from dynamo_elastic.coordinator.timeline import Timeline
 from dynamo_elastic.errors import (
     GuardFailed,
@@ -45,6 +50,7 @@ MAX_ATTEMPTS = 3
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 10.0
 _TERM_PAUSE_S = 0.5
+_MIN_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class Deployment:
     config: ScaleConfig
     shape: EngineShape
     timeline: Timeline = field(default_factory=lambda: Timeline(None))
+    now: Callable[[], float] = time.time
+    """Wall clock."""
 
 
 class Coordinator:
@@ -93,7 +101,10 @@ class _Term:
         self._config = deployment.config
         self._shape = deployment.shape
         self._fenced = FencedStore(store, leadership)
-        self._scaler = Scaler(self._fenced, self._keys, self._config, deployment.timeline)
+        self._now = deployment.now
+        self._scaler = Scaler(
+            self._fenced, self._keys, self._config, deployment.timeline, deployment.now
+        )
         self._retries = _Retries()
         self._waiting_for = ""
 
@@ -105,32 +116,42 @@ class _Term:
         while True:
             async with self._fenced.store.watch(self._keys.prefix) as watch:
                 status = status_of(watch.snapshot, self._keys)
-                action = decide(status, self._shape, self._config)
-                if isinstance(action, Operate):
-                    pause_s = self._retries.pause_s(action.request)
-                else:
-                    pause_s = None
-                if isinstance(action, Idle) or pause_s:
-                    self._say(action.reason if isinstance(action, Idle) else "backing off")
-                    await self._next_change(watch, pause_s)
+                action = self._held_back(decide(status, self._shape, self._config, self._now()))
+                if isinstance(action, Idle):
+                    await self._say(action.reason, status)
+                    await self._next_change(watch, self._pause_s(action))
                     continue
             if isinstance(action, Answer):
                 await self._answer(action, status)
             elif isinstance(action, Operate):
                 await self._operate(action.request, status)
 
+    def _held_back(self, action: Action) -> Action:
+        """`action`, or a pause before it if it has failed just now."""
+        if not isinstance(action, Operate):
+            return action
+        pause_s = self._retries.pause_s(action.request)
+        if not pause_s:
+            return action
+        return Idle(f"to be tried again: {self._retries.reason}", self._now() + pause_s)
+
+    def _pause_s(self, idle: Idle) -> float | None:
+        # Never nothing: the wall clock is coarser than the loop's.
+        return None if idle.until_s is None else max(_MIN_PAUSE_S, idle.until_s - self._now())
+
     async def _operate(self, request: ScaleRequest, status: Status) -> None:
         if request.request_id and self._retries.failures(request) >= MAX_ATTEMPTS:
             return await self._give_up(request, status)
-        self._say(f"{request.plan.kind} to {request.plan.after.world_size} ranks")
+        log.info("%s to %d ranks", request.plan.kind, request.plan.after.world_size)
+        self._waiting_for = ""
         try:
             record = await self._scaler.scale(request, status)
         except ScaleAborted as exc:
             log.warning("aborted: %s", exc)
             self._retries.failed(request, exc.reason)
             return
-        if record.lost and record.lost != request.lost:
-            self._retries.failed(request, _losses(record))
+        if record.failure or set(record.lost) - set(request.lost):
+            self._retries.failed(request, _losses(record) or record.failure)
         else:
             self._retries.succeeded(request)
 
@@ -173,7 +194,7 @@ class _Term:
     async def _next_change(self, watch: Watch, timeout_s: float | None) -> None:
         """Return when something that decide() looks at has changed, or after `timeout_s`."""
         keys = self._keys
-        singles = {keys.target, keys.topology, keys.leader, keys.operation}
+        singles = {keys.target, keys.topology, keys.operation}
         try:
             async with asyncio.timeout(timeout_s):
                 async for event in watch:
@@ -184,11 +205,23 @@ class _Term:
         except TimeoutError:
             return
 
-    def _say(self, reason: str) -> None:
-        """Log what is waited for, when that changes."""
+    async def _say(self, reason: str, status: Status) -> None:
+        """Log what is waited for, when that changes, and show it in the status."""
         if reason != self._waiting_for:
             self._waiting_for = reason
             log.info("%s", reason)
+        notice = "" if reason == AS_WANTED else reason
+        if notice == status.notice:
+            return
+        key = self._keys.notice
+
+        async def applied() -> int | None:
+            stored = await self._fenced.store.get(key)
+            return stored.mod_revision if stored is not None else None
+
+        op = Put(key, encode(notice)) if notice else Delete(key)
+        with suppress(GuardFailed):
+            await self._fenced.write([Guard(key, status.revision(key))], [op], applied=applied)
 
 
 class _Retries:

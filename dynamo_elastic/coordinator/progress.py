@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from dynamo_elastic.coordinator import steps
+from dynamo_elastic.coordinator import quarantine, steps
 from dynamo_elastic.coordinator.commands import Answers
 from dynamo_elastic.coordinator.journal import Journal
 from dynamo_elastic.coordinator.records import OperationRecord, PhaseRecord
@@ -27,9 +27,19 @@ _NO_RANK = Rank(-1)
 class Progress:
     """The operation under way, as the coordinator that drives it sees it."""
 
-    def __init__(self, journal: Journal, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        timeline: Timeline,
+        *,
+        timeout_s: float,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """`timeout_s` is the operation's, from when it was opened; `now` is the wall clock."""
         self.record: OperationRecord = journal.record
         self.journal = journal
+        self._timeout_s = timeout_s
+        self._now = now
         self._timeline = timeline
         self._clock = asyncio.get_running_loop().time
         self._phase_began_s = self._clock()
@@ -43,6 +53,11 @@ class Progress:
         """The topology by which the ranks serve at this point."""
         plan = self.record.plan
         return self.record.current or (plan.after if self.committed else plan.before)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline of the whole operation; 0 once it has passed."""
+        return max(0.0, self.record.opened_at_s + self._timeout_s - self._now())
 
     def update(self, **changes: Any) -> None:
         """Change fields of the record; stored with the next save."""
@@ -60,6 +75,7 @@ class Progress:
 
     async def commit(self) -> None:
         """Enter COMMIT by the transaction that decides."""
+        self.update(served=None)
         self._begin(Phase.COMMIT)
         await self.journal.commit(self.record)
         self._timeline.write(self.record, "decided", elapsed_s=self._clock() - self._phase_began_s)
@@ -73,8 +89,10 @@ class Progress:
 
     async def close(self, phase: Phase) -> None:
         """End the operation as `phase`, DONE or ABORTED."""
-        elapsed_s = time.time() - self.record.opened_at_s
+        elapsed_s = self._now() - self.record.opened_at_s
         self.update(phase=phase, elapsed_s=elapsed_s)
+        if self.record.served is not None and self.record.current is not None:
+            self.update(served=self.record.current)
         await self.journal.close(self.record)
         detail = {"failure": self.record.failure, "lost": list(self.record.lost)}
         self._timeline.write(self.record, "end", elapsed_s=elapsed_s, detail=detail)
@@ -101,6 +119,8 @@ class Progress:
         record = self.record
         unproven = step in _PROVING and (worker in record.plan.joiners or step is Step.SWITCH)
         member = worker in record.plan.after.worker_ids and worker not in record.lost
+        if step in quarantine.JUDGED:
+            self._strike(worker, why)
         if self.committed and member and (gone or unproven):
             said = {worker: f"lost in {step}: {why}"}
             self.update(lost=(*record.lost, worker), participants=record.participants | said)
@@ -108,6 +128,8 @@ class Progress:
 
     def failure(self, step: Step, worker: WorkerId, why: str) -> ParticipantFailed:
         """The error for a participant that did not do its step."""
+        if step in quarantine.JUDGED:
+            self._strike(worker, why)
         return ParticipantFailed(
             f"{worker} failed {step}: {why}",
             operation_id=self.record.operation_id,
@@ -117,6 +139,9 @@ class Progress:
 
     def timeout(self, step: Step, workers: Iterable[WorkerId], timeout_s: float) -> PhaseTimeout:
         """The error for participants that did not answer."""
+        workers = tuple(workers)
+        for worker in workers if step in quarantine.JUDGED else ():
+            self._strike(worker, "no answer")
         return PhaseTimeout(
             f"{step}: no answer from {', '.join(workers)} in {timeout_s:g} s",
             operation_id=self.record.operation_id,
@@ -124,9 +149,17 @@ class Progress:
             ranks=[self._rank(w) for w in workers],
         )
 
+    def served(self, workers: Iterable[WorkerId]) -> None:
+        """`workers` have come to serve: nothing is held against them any more."""
+        self.update(strikes=quarantine.cleared(self.record.strikes, workers))
+
+    def _strike(self, worker: WorkerId, why: str) -> None:
+        if worker in self.record.plan.joiners:
+            self.update(strikes=quarantine.struck(self.record, worker, why, self._now()))
+
     def _begin(self, phase: Phase) -> None:
         self._phase_began_s = self._clock()
-        self.update(phase=phase, phases=(*self.record.phases, PhaseRecord(phase, time.time())))
+        self.update(phase=phase, phases=(*self.record.phases, PhaseRecord(phase, self._now())))
         self._timeline.write(self.record, "begin")
 
     def _rank(self, worker: WorkerId) -> Rank:

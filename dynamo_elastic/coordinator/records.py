@@ -9,6 +9,7 @@
   epoch                 the highest epoch ever used
   target                TargetRecord: newest wins
   outcome               TargetOutcome: the coordinator's newest answer to a target
+  notice                what the coordinator waits for; absent when it waits for nothing
   members/{worker}      MemberRecord (lease of the shell)
   commands/{worker}     CommandRecord: the newest command to that participant
   acks/{worker}         AckRecord (lease of the shell): its answer
@@ -87,6 +88,10 @@ class Keys:
     @property
     def outcome(self) -> str:
         return f"{self.prefix}outcome"
+
+    @property
+    def notice(self) -> str:
+        return f"{self.prefix}notice"
 
     @property
     def members(self) -> str:
@@ -224,6 +229,16 @@ class PhaseRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Strike:
+    """Failures in a row of one suspect: a slot, or the image of a slot."""
+
+    count: int
+    reason: str
+    at_s: float
+    """Wall clock of the newest."""
+
+
+@dataclass(frozen=True, slots=True)
 class OperationRecord:
     """The one durable scale operation: who, what, how far, and why it stopped."""
 
@@ -254,6 +269,13 @@ class OperationRecord:
     elapsed_s: float = 0.0
     safe_to_release: tuple[WorkerId, ...] = ()
     """Leavers whose GPUs are free."""
+    served: Topology | None = None
+    """What the ranks serve by, if that is not the stored topology: its decision was withdrawn
+    before anybody had switched, and has to be superseded."""
+    strikes: dict[str, Strike] = field(default_factory=dict)
+    """Who failed as a joiner lately, in operations before this one too: see quarantine.py."""
+    cold: tuple[WorkerId, ...] = ()
+    """Joiners whose image is in quarantine: booted cold."""
 
 
 @dataclass(frozen=True, slots=True)

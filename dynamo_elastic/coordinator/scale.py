@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dynamo_elastic.config import ScaleConfig
@@ -20,6 +20,7 @@ from dynamo_elastic.coordinator.commands import Commander
 from dynamo_elastic.coordinator.fenced import FencedStore
 from dynamo_elastic.coordinator.journal import Journal
 from dynamo_elastic.coordinator.progress import Progress
+from dynamo_elastic.coordinator.quarantine import remembered
 from dynamo_elastic.coordinator.records import Keys, OperationRecord, PhaseRecord
 from dynamo_elastic.coordinator.status import Status, read_status
 from dynamo_elastic.coordinator.step_runner import StepRunner
@@ -27,20 +28,24 @@ from dynamo_elastic.coordinator.timeline import Timeline
 from dynamo_elastic.errors import ParticipantFailed, PhaseTimeout, ScaleAborted, TargetRefused
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.phases import PHASES, Phase, PhaseSpec, phases_of
-from dynamo_elastic.topology import ScalePlan
+from dynamo_elastic.topology import ScalePlan, Topology
 from dynamo_elastic.types import OperationId, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleRequest:
-    """A plan, for whom it is carried out, and which members of `plan.before` are lost already,
-    or, of a boot, which shells must end the engine of a topology that died."""
+    """A plan, for whom it is carried out, which members of `plan.before` are lost already, and
+    which other shells must end their engine: of a topology that died, or of one withdrawn."""
 
     plan: ScalePlan
     source: str
     request_id: str = ""
     lost: tuple[WorkerId, ...] = ()
     discarded: tuple[WorkerId, ...] = ()
+    cold: frozenset[WorkerId] = frozenset()
+    """Workers whose image is in quarantine."""
+    served: Topology | None = None
+    """`plan.before`, if the stored topology is another one, whose decision was withdrawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ class Scaler:
     keys: Keys
     config: ScaleConfig
     timeline: Timeline
+    now: Callable[[], float] = time.time
+    """Wall clock."""
 
     async def scale(self, request: ScaleRequest, status: Status) -> OperationRecord:
         """Carry out `request`, planned from `status`; returns the record of the finished operation.
@@ -59,24 +66,31 @@ class Scaler:
         in force), GuardFailed (`status` was outdated: nothing happened), or LeadershipLost or
         StoreError (the operation stays as it is stored; the next leader recovers it).
         """
-        plan = request.plan
-        record = OperationRecord(
+        journal = await Journal.open(self.fenced, self.keys, self._record(request, status), status)
+        return await self._operation(journal).run()
+
+    def _record(self, request: ScaleRequest, status: Status) -> OperationRecord:
+        plan, now_s = request.plan, self.now()
+        first = phases_of(plan.kind)[0]
+        strikes = status.last.strikes if status.last else {}
+        return OperationRecord(
             operation_id=OperationId(f"{plan.kind}-{plan.after.epoch}-{uuid.uuid4().hex[:8]}"),
             kind=plan.kind,
             plan=plan,
-            phase=Phase.PLAN,
+            phase=first,
             source=request.source,
             request_id=request.request_id,
             token=self.fenced.token,
             topology_revision=status.revision(self.keys.topology),
-            opened_at_s=time.time(),
+            opened_at_s=now_s,
             requested_ranks=plan.after.world_size,
-            phases=(PhaseRecord(Phase.PLAN, time.time()),),
+            phases=(PhaseRecord(first, now_s),),
             lost=request.lost,
             discarded=request.discarded,
+            served=request.served,
+            strikes=remembered(strikes, now_s, self.config.quarantine_s),
+            cold=tuple(w for w in plan.joiners if w in request.cold),
         )
-        journal = await Journal.open(self.fenced, self.keys, record, status)
-        return await self._operation(journal).run()
 
     async def recover(self) -> OperationRecord | None:
         """Finish or undo what a coordinator before us left behind; None if nothing was.
@@ -96,7 +110,9 @@ class Scaler:
     def _operation(self, journal: Journal) -> _Operation:
         record = journal.record
         commander = Commander(self.fenced, self.keys, record.operation_id, record.plan.after.epoch)
-        progress = Progress(journal, self.timeline)
+        progress = Progress(
+            journal, self.timeline, timeout_s=self.config.operation_timeout_s, now=self.now
+        )
         return _Operation(progress, StepRunner(progress, commander, self.config))
 
 
@@ -110,6 +126,8 @@ class _Operation:
     async def run(self) -> OperationRecord:
         """All of it. Raises ScaleAborted once it is undone."""
         progress = self._progress
+        if progress.committed:  # of a kind that decides nothing
+            return await self.roll_forward()
         try:
             for spec in self._specs(Phase.PLAN):
                 if spec.phase is Phase.COMMIT:

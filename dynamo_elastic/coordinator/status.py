@@ -16,7 +16,7 @@ from dynamo_elastic.coordinator.records import (
     decode,
 )
 from dynamo_elastic.coordinator.store import Store, Versioned
-from dynamo_elastic.phases import Phase
+from dynamo_elastic.phases import Phase, committed
 from dynamo_elastic.topology import Topology
 from dynamo_elastic.types import WorkerId
 
@@ -35,6 +35,8 @@ class Status:
     last: OperationRecord | None = None
     target: TargetRecord | None = None
     outcome: TargetOutcome | None = None
+    notice: str = ""
+    """What the coordinator waits for, '' if for nothing."""
     leader: str = ""
     """Name of the coordinator in charge, '' if there is none."""
     revisions: Mapping[str, int] = field(default_factory=dict)
@@ -44,17 +46,30 @@ class Status:
         return self.revisions.get(key, 0)
 
     @property
+    def in_force(self) -> Topology | None:
+        """What the ranks serve by: the stored topology, unless its decision was withdrawn."""
+        return self.withdrawn or self.topology
+
+    @property
+    def withdrawn(self) -> Topology | None:
+        """What the ranks serve by, if the stored topology has to be superseded."""
+        now = self.operation
+        newest = now if now is not None and committed(now.kind, now.phase) else self.last
+        return newest.served if newest is not None else None
+
+    @property
     def width(self) -> int:
         """Ranks in force."""
-        return self.topology.world_size if self.topology else 0
+        return self.in_force.world_size if self.in_force else 0
 
-    def lost_reasons(self) -> dict[WorkerId, str]:
-        """Members of the topology that can't serve any more, and why."""
-        if self.topology is None:
+    def lost_reasons(self, *, given_up: bool = True) -> dict[WorkerId, str]:
+        """Members of the topology in force that can't serve any more, and why. Without `given_up`
+        those that live, but failed the newest operation, are not among them."""
+        if self.in_force is None:
             return {}
-        given_up = self._given_up()
+        failed = self._given_up() if given_up else {}
         reasons: dict[WorkerId, str] = {}
-        for member in self.topology.members:
+        for member in self.in_force.members:
             record = self.members.get(member.worker_id)
             if record is None:
                 reasons[member.worker_id] = "its lease ran out"
@@ -62,18 +77,18 @@ class Status:
                 reasons[member.worker_id] = record.lost_reason
             elif record.incarnation != member.incarnation:
                 reasons[member.worker_id] = "its engine is not the one that joined"
-            elif member.worker_id in given_up:
-                reasons[member.worker_id] = given_up[member.worker_id]
+            elif member.worker_id in failed:
+                reasons[member.worker_id] = failed[member.worker_id]
         return reasons
 
     def _given_up(self) -> dict[WorkerId, str]:
         """Members that the newest operation has recorded as lost: when it ended DONE, of the
         topology that it made; when it was undone, of the one that it was to replace."""
         last = self.last
-        if last is None or self.topology is None:
+        if last is None or self.in_force is None:
             return {}
         made = last.plan.after if last.phase is Phase.DONE else last.plan.before
-        if made.epoch != self.topology.epoch:
+        if made.epoch != self.in_force.epoch and last.served is None:
             return {}
         return {w: last.participants.get(w, "lost") for w in last.lost}
 
@@ -109,6 +124,7 @@ def status_of(stored: Iterable[Versioned], keys: Keys) -> Status:
         last=read(OperationRecord, keys.last),
         target=read(TargetRecord, keys.target),
         outcome=read(TargetOutcome, keys.outcome),
+        notice=read(str, keys.notice) or "",
         leader=leader.value.decode().split()[0] if leader else "",
         revisions={k: v.mod_revision for k, v in by_key.items()},
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamo_elastic.config import ScaleConfig
 from dynamo_elastic.coordinator import steps
-from dynamo_elastic.coordinator.commands import Commander, Order
+from dynamo_elastic.coordinator.commands import Answers, Commander, Order
 from dynamo_elastic.coordinator.progress import Progress
 from dynamo_elastic.coordinator.records import AckRecord, to_json
 from dynamo_elastic.coordinator.steps import Digests
@@ -19,6 +19,9 @@ from dynamo_elastic.topology import ExpertMove, Topology, move_rounds
 from dynamo_elastic.types import WorkerId
 
 Acks = Mapping[WorkerId, AckRecord]
+Bodies = Mapping[WorkerId, dict[str, Any]]
+
+_ABORT_ATTEMPTS = 2
 
 
 class StepRunner:
@@ -35,6 +38,10 @@ class StepRunner:
         """One step for all of `who`."""
         progress = self._progress
         workers = steps.participants(progress.record, who)
+        if step is Step.SWITCH:
+            return await self._switch(workers)
+        if progress.committed and progress.record.served is not None:
+            return None  # the decision was withdrawn: what comes after it is the next operation's
         if step is Step.PUSH_EXPERTS:
             return await self._move_experts(workers)
         # An engine that can't be ended before a boot shows when its slot is to be used again.
@@ -50,12 +57,61 @@ class StepRunner:
         elif step is Step.CANARY:
             for worker in steps.odd_ones(done, workers, "tokens"):
                 progress.lose(step, worker, "its tokens differ from the reference")
+        elif step is Step.SERVE:
+            progress.served(done)
         elif step is Step.PARK and progress.committed:
             progress.update(safe_to_release=tuple(done))
 
     async def abort(self) -> None:
-        """Tell everyone who is still there to forget the new epoch; who fails has no say."""
-        await self._command(Step.ABORT, steps.everyone(self._progress.record), strict=False)
+        """Everyone who is still there forgets the new epoch. A member that does not is as good as
+        dead: it is recorded as lost, to be evicted."""
+        progress = self._progress
+        waiting = steps.everyone(progress.record)
+        for _ in range(_ABORT_ATTEMPTS):
+            done = await self._command(Step.ABORT, waiting, strict=False)
+            waiting = tuple(w for w in waiting if w not in done)
+        members = progress.record.plan.before.worker_ids
+        stuck = [w for w in waiting if w in members and w not in progress.record.lost]
+        progress.update(lost=(*progress.record.lost, *stuck))
+
+    async def _switch(self, members: Sequence[WorkerId]) -> None:
+        """All of `members` have switched or are lost. Or nobody has, and nobody will: then
+        `record.served` says what the ranks go on serving by."""
+        progress, record = self._progress, self._progress.record
+        if record.served is None:
+            answers = await self._ask(Step.SWITCH, self._bodies(Step.SWITCH, members))
+            waiting = steps.not_switched(answers.done)
+            if not record.plan.retained or len(waiting) < len(answers.done):
+                self._judge(Step.SWITCH, answers)
+                return await self._switch_late(waiting)
+            # Stored first: a coordinator after us must not ask for a switch that may be withdrawn.
+            missed = [w for w in record.plan.retained if w not in waiting]
+            unsure = [w for w in (*missed, *record.plan.joiners) if w not in record.lost]
+            served = record.current or record.plan.before
+            progress.update(served=served, lost=(*record.lost, *unsure))
+            await progress.save()
+        await self._withdraw()
+
+    async def _withdraw(self) -> None:
+        """No retained rank can switch any more; or, if one has just done so, all shall."""
+        progress, record = self._progress, self._progress.record
+        # Those that missed the decision too: one of them may still make the switch happen.
+        bodies = self._bodies(Step.WITHDRAW, record.plan.retained)
+        answers = await self._ask(Step.WITHDRAW, bodies)
+        if not any(ack.payload["switched"] for ack in answers.done.values()):
+            silent = [w for w in record.plan.retained if w not in answers.done]
+            lost = dict.fromkeys((*record.lost, *silent))
+            return progress.update(lost=tuple(lost), failure="withdrawn: nobody had switched")
+        switched = {*answers.done, *record.plan.joiners}
+        progress.update(served=None, lost=tuple(w for w in record.lost if w not in switched))
+        members = [w for w in record.plan.after.worker_ids if w not in progress.record.lost]
+        await self._switch_late(members)
+
+    async def _switch_late(self, workers: Sequence[WorkerId]) -> None:
+        """Others have switched: so shall `workers`, or they are lost."""
+        done = await self._command(Step.SWITCH, workers, strict=False)
+        for worker in steps.not_switched(done):
+            self._progress.lose(Step.SWITCH, worker, "it did not switch with the others")
 
     async def _move_experts(self, members: Sequence[WorkerId]) -> None:
         """Bring every expert to its place in `plan.settled`, in rounds, while serving goes on.
@@ -113,33 +169,49 @@ class StepRunner:
         await self._progress.save()
 
     async def _command(self, step: Step, workers: Sequence[WorkerId], *, strict: bool) -> Acks:
-        record = self._progress.record
-        bodies = {w: steps.payload(step, w, record, self._config, self._digests) for w in workers}
-        return await self._send(step, bodies, strict=strict)
+        return await self._send(step, self._bodies(step, workers), strict=strict)
 
-    async def _send(
-        self, step: Step, bodies: Mapping[WorkerId, dict[str, Any]], *, strict: bool
-    ) -> Acks:
+    def _bodies(self, step: Step, workers: Sequence[WorkerId]) -> Bodies:
+        record = self._progress.record
+        return {w: steps.payload(step, w, record, self._config, self._digests) for w in workers}
+
+    async def _send(self, step: Step, bodies: Bodies, *, strict: bool) -> Acks:
         """Command one step; returns the acks of who has done it: with `strict` that is all."""
-        if not bodies:
-            return {}
-        progress, clock = self._progress, asyncio.get_running_loop().time
-        timeout_s, began_s = steps.timeout_s(step, self._config), clock()
-        order = Order(step, bodies, timeout_s, fail_fast=strict)
-        answers = await self._commander.run(order, progress.journal.guard())
-        progress.note(step, answers, clock() - began_s)
+        answers = await self._ask(step, bodies, strict=strict)
         if strict:
             for worker, why in (answers.failed | answers.lost).items():
-                raise progress.failure(step, worker, why)
+                raise self._progress.failure(step, worker, why)
             if answers.silent:
-                raise progress.timeout(step, answers.silent, timeout_s)
+                timeout_s = self._timeout_s(step, strict=True)
+                raise self._progress.timeout(step, answers.silent, timeout_s)
+        self._judge(step, answers)
+        return answers.done
+
+    async def _ask(self, step: Step, bodies: Bodies, *, strict: bool = False) -> Answers:
+        """Command one step, and note what becomes of it."""
+        if not bodies:
+            return Answers()
+        clock = asyncio.get_running_loop().time
+        timeout_s, began_s = self._timeout_s(step, strict=strict), clock()
+        order = Order(step, bodies, timeout_s, fail_fast=strict)
+        answers = await self._commander.run(order, self._progress.journal.guard())
+        self._progress.note(step, answers, clock() - began_s)
+        return answers
+
+    def _timeout_s(self, step: Step, *, strict: bool) -> float:
+        """The step's own, and within the operation's where a failure may still end it."""
+        timeout_s = steps.timeout_s(step, self._config)
+        return min(timeout_s, self._progress.left_s) if strict else timeout_s
+
+    def _judge(self, step: Step, answers: Answers) -> None:
+        """After COMMIT, or in an abort: who failed is left out of what follows."""
+        progress, timeout_s = self._progress, steps.timeout_s(step, self._config)
         for worker, why in answers.failed.items():
             progress.lose(step, worker, why)
         for worker, why in answers.lost.items():
             progress.lose(step, worker, why, gone=True)
         for worker in answers.silent:
             progress.lose(step, worker, f"no answer in {timeout_s:g} s")
-        return answers.done
 
     def _take_incarnations(self, done: Acks) -> None:
         for worker, ack in done.items():

@@ -53,7 +53,7 @@ def payload(
 ) -> dict[str, Any]:
     """Payload of a step of the phase table; expert moves have their own."""
     plan = record.plan
-    if step is Step.ABORT:
+    if step in (Step.ABORT, Step.WITHDRAW):
         return {"epoch": plan.after.epoch}
     body: dict[str, Any] = {
         "topology": to_json(plan.after),
@@ -61,6 +61,8 @@ def payload(
         "joiners": list(plan.joiners),
         "leavers": list(plan.leavers),
     }
+    if step is Step.RESTORE:
+        body["cold"] = worker in record.cold
     if step is Step.DRAIN:
         body |= {"short_tokens": scale.short_tokens, "timeout_s": scale.drain_timeout_s}
     if step is Step.CHECK:
@@ -94,6 +96,11 @@ def merge_digests(acks: Iterable[AckRecord]) -> tuple[Digests, tuple[str, ...]]:
                 if known.setdefault(region, digest) != digest:
                     disputed.add(region)
     return merged, tuple(sorted(disputed))
+
+
+def not_switched(acks: Mapping[WorkerId, AckRecord]) -> tuple[WorkerId, ...]:
+    """Workers that have seen the decision, and wait for others to switch."""
+    return tuple(w for w, ack in acks.items() if not ack.payload.get("switched", True))
 
 
 def odd_ones(

@@ -16,6 +16,7 @@ from dynamo_elastic.coordinator.status import Status, read_status
 from dynamo_elastic.coordinator.store import Store
 from dynamo_elastic.coordinator.timeline import Timeline
 from dynamo_elastic.testing.participants import FakeShell, running
+from dynamo_elastic.testing.virtual_time import wall_clock
 from dynamo_elastic.topology import EngineShape, PlanInput, Topology, plan_scale
 from dynamo_elastic.types import Epoch, WorkerId
 
@@ -52,7 +53,8 @@ class World:
         session = await Session.open(own, CONFIG.lease_ttl_s)
         self.sessions.append(session)
         leadership = await Election(own, self.keys.leader, session, "leader").campaign()
-        return Scaler(FencedStore(own, leadership), self.keys, CONFIG, Timeline(None))
+        fenced = FencedStore(own, leadership)
+        return Scaler(fenced, self.keys, CONFIG, Timeline(None), wall_clock)
 
     async def depose(self) -> None:
         """End every leader so far as a crash does, but at once: their leases run out."""

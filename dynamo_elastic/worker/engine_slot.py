@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from dynamo_elastic.agent.base import StartedEngine
+from dynamo_elastic.agent.base import StartedEngine, Tier
 from dynamo_elastic.engine.base import Engine
 from dynamo_elastic.types import Epoch, OperationId
 from dynamo_elastic.worker.base import ShellParts
@@ -30,16 +30,27 @@ class EngineSlot:
         return self._starting is not None and self._operation_id != operation_id
 
     async def start(
-        self, operation_id: OperationId, epoch: Epoch, *, timeout_s: float
+        self,
+        operation_id: OperationId,
+        epoch: Epoch,
+        *,
+        tiers: tuple[Tier, ...] = tuple(Tier),
+        timeout_s: float,
     ) -> StartedEngine:
-        """An attached engine of this operation; asked again, the same one. Raises EngineError.
+        """An attached engine of this operation, from the first of `tiers` that works; asked again,
+        the same one. Raises EngineError.
 
         A start that outlives this call goes on; end() waits for it.
         """
         if self._starting is None:
             self._operation_id = operation_id
             start = self._parts.agent.start_engine(
-                self._parts.slot, self._parts.worker_id, operation_id, epoch, timeout_s=timeout_s
+                self._parts.slot,
+                self._parts.worker_id,
+                operation_id,
+                epoch,
+                tiers=tiers,
+                timeout_s=timeout_s,
             )
             self._starting = asyncio.create_task(start)
         started = await asyncio.shield(self._starting)

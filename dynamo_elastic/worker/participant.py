@@ -11,11 +11,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from dynamo_elastic.agent.base import StartedEngine
+from dynamo_elastic.agent.base import StartedEngine, Tier
 from dynamo_elastic.coordinator.records import (
     CommandRecord,
     EndpointRecord,
     MemberState,
+    OperationRecord,
     decode,
 )
 from dynamo_elastic.dynamo.base import Load
@@ -43,6 +44,9 @@ Payload = dict[str, Any]
 KV_BLOCK_TOKENS = 16
 """What Dynamo is told that a block of the KV cache holds."""
 
+_SWITCH_SHARE = 0.8
+"""Of a step's time, what is waited for others: who has not switched then says so in the rest."""
+
 _TOPOLOGY = TypeAdapter(Topology)
 _MOVES = TypeAdapter(tuple[ExpertMove, ...])
 _WORKERS = TypeAdapter(tuple[WorkerId, ...])
@@ -61,6 +65,7 @@ class Participant:
         self._slot = EngineSlot(parts, self._read)
         self._registrar_lock = asyncio.Lock()
         self._seated = False  # a topology in force has had this engine
+        self._frozen = False  # as far as we know
         self._steps: dict[Step, Callable[[CommandRecord], Awaitable[Payload]]] = {
             Step.FREEZE: self.freeze,
             Step.RESTORE: self.restore,
@@ -73,6 +78,7 @@ class Participant:
             Step.PUSH_EXPERTS: self.push_experts,
             Step.INSTALL: self.install,
             Step.SWITCH: self.switch,
+            Step.WITHDRAW: self.withdraw,
             Step.CANARY: self.canary,
             Step.SERVE: self.serve,
             Step.DISCONNECT: self.disconnect,
@@ -90,20 +96,27 @@ class Participant:
         return payload
 
     async def freeze(self, command: CommandRecord) -> Payload:
+        self._frozen = True
         await self._attached().freeze(True)
         return {}
 
     async def thaw(self, command: CommandRecord) -> Payload:
-        await self._attached().freeze(False)
+        await self._thaw()
         return {}
+
+    async def _thaw(self) -> None:
+        await self._attached().freeze(False)
+        self._frozen = False
 
     async def restore(self, command: CommandRecord) -> Payload:
         """An attached engine of this operation; asked again, the same one."""
         if self._slot.holds_other(command.operation_id):
             await self._release()
         await self._presence.move(MemberState.JOINING)
+        # The image may be what failed before: then the coordinator says so.
+        tiers = (Tier.COLD,) if command.payload.get("cold") else tuple(Tier)
         started = await self._slot.start(
-            command.operation_id, command.epoch, timeout_s=command.deadline_s
+            command.operation_id, command.epoch, tiers=tiers, timeout_s=command.deadline_s
         )
         await self._presence.move(MemberState.JOINING, started.incarnation)
         return {
@@ -167,17 +180,33 @@ class Participant:
         return {"moved": moved}
 
     async def switch(self, command: CommandRecord) -> Payload:
-        """The first step of the new group was right. Raises EngineError without a decision."""
+        """The first step of the new group was right; or the engine has seen the decision, and
+        waits for others that have not. Raises EngineError without a decision."""
         engine, epoch = self._attached(), _topology(command).epoch
         in_force = await self._in_force()
         if in_force.epoch != epoch:
             raise EngineError(f"epoch {epoch} is not decided: {in_force.epoch} is in force")
         await self.decided(in_force)
-        report = await engine.wait_switched(epoch, timeout_s=command.deadline_s)
+        try:
+            report = await engine.wait_switched(epoch, timeout_s=command.deadline_s * _SWITCH_SHARE)
+        except EngineGone:
+            raise
+        except EngineError:
+            return {"switched": False}
         return {
+            "switched": True,
             "gap_s": report.gap_s,
             "decided_to_first_step_s": report.decided_to_first_step_s,
         }
+
+    async def withdraw(self, command: CommandRecord) -> Payload:
+        """This engine never switches to the epoch, unless it has; says which."""
+        engine, epoch = self._attached(), Epoch(int(command.payload["epoch"]))
+        with suppress(EngineError):  # it refuses if it is there already, or on its way
+            await engine.abort_epoch(epoch)
+            return {"switched": False}
+        await engine.wait_switched(epoch, timeout_s=command.deadline_s * _SWITCH_SHARE)
+        return {"switched": True}
 
     async def canary(self, command: CommandRecord) -> Payload:
         return {"tokens": list(await self._attached().canary())}
@@ -206,7 +235,7 @@ class Participant:
             await self._slot.engine.abort_epoch(epoch)
             if self._presence.state is MemberState.LEAVING:
                 await self._stay(await self._in_force())
-            await self._slot.engine.freeze(False)
+            await self._thaw()
         await self._presence.drop_endpoint()
         return {}
 
@@ -241,6 +270,24 @@ class Participant:
             await self._stay(topology)
         elif self._presence.state is MemberState.SERVING:
             await self._register(topology)
+
+    async def settle(self) -> None:
+        """No operation is under way: undo what one has left here that could not be told to.
+
+        What it could not undo here raises EngineError or StoreError, and may be tried again.
+        """
+        last = await self._parts.store.get(self._parts.keys.last)
+        if last is not None and decode(OperationRecord, last.value).served is not None:
+            return  # its decision was withdrawn: the operation that supersedes it says what to do
+        topology = await self._in_force()
+        state, placed = self._presence.state, self._placed(topology)
+        if state in (MemberState.JOINING, MemberState.LEAVING) and not placed:
+            await self._release()
+        elif placed and not self._lost:
+            if state is MemberState.LEAVING:
+                await self._stay(topology)
+            if self._frozen:
+                await self._thaw()
 
     async def suspend(self) -> None:
         """Nothing new comes here; requests under way go on."""
@@ -340,7 +387,7 @@ class Participant:
         """No instance, no engine, on standby. Waits for a start under way, to end it as well."""
         await self.suspend()
         await self._slot.end()
-        self._seated = False
+        self._seated = self._frozen = False
         await self._presence.drop_endpoint()
         await self._presence.move(MemberState.STANDBY)
 

@@ -110,13 +110,12 @@ class Shell:
                 await asyncio.sleep(_RETRY_S)
 
     async def _obey(self, tasks: asyncio.TaskGroup) -> None:
-        """Run the newest command; one that comes while another runs takes its place."""
+        """Run the newest command; one that comes while another runs takes its place. Commands go
+        with their operation: then what it left here is undone."""
         running: asyncio.Task[None] | None = None
         async for raw in values_of(self._parts.store, self._parts.keys.command(self._worker)):
-            if raw is None:
-                continue
             try:
-                command = decode(CommandRecord, raw)
+                command = None if raw is None else decode(CommandRecord, raw)
                 self._check_token(command)
             except (RecordError, StaleCommand) as exc:
                 log.warning("command ignored: %s", exc)
@@ -124,9 +123,21 @@ class Shell:
             if running is not None and not running.done():
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
-            running = tasks.create_task(self._answer(command))
+            work = self._settle_down() if command is None else self._answer(command)
+            running = tasks.create_task(work)
 
-    def _check_token(self, command: CommandRecord) -> None:
+    async def _settle_down(self) -> None:
+        while True:
+            try:
+                async with self._one_at_a_time:
+                    return await self._participant.settle()
+            except (EngineError, StoreError, RegistrationFailed) as exc:
+                log.warning("the last operation is not undone yet: %s", exc)
+                await asyncio.sleep(_RETRY_S)
+
+    def _check_token(self, command: CommandRecord | None) -> None:
+        if command is None:
+            return
         if command.token < self._token:
             raise StaleCommand(
                 f"{command.step} of {command.operation_id} has token {command.token}, "

@@ -46,4 +46,4 @@ def test_no_phase_is_skipped() -> None:
 @pytest.mark.parametrize("kind", list(Kind))
 def test_only_the_commit_switches(kind: Kind) -> None:
     switching = [p.phase for p in PHASES[kind] for step, _ in p.steps if step is Step.SWITCH]
-    assert switching == [Phase.COMMIT]
+    assert switching == ([] if kind is Kind.REBALANCE else [Phase.COMMIT])

@@ -20,6 +20,8 @@ from dynamo_elastic.testing.coordination import CONFIG, SHAPE
 from dynamo_elastic.topology import Member, Topology, place_experts
 from dynamo_elastic.types import NO_INCARNATION, Epoch, Incarnation, WorkerId
 
+NOW_S = 101.0
+
 
 def status(ranks: int, shells: int = 4) -> Status:
     """`ranks` of `shells` serve in epoch 1, the others stand by."""
@@ -40,7 +42,7 @@ def target(ranks: int, request_id: str = "r") -> TargetRecord:
 
 
 def act(given: Status) -> Action:
-    return decide(given, SHAPE, CONFIG)
+    return decide(given, SHAPE, CONFIG, NOW_S)
 
 
 def without(given: Status, *slots: int) -> Status:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_elastic.coordinator.main_loop import MAX_ATTEMPTS, Coordinator, Deployment
+from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
+from dynamo_elastic.coordinator.quarantine import MAX_STRIKES
 from dynamo_elastic.coordinator.records import Keys, OutcomeStatus, TargetOutcome
 from dynamo_elastic.coordinator.status import Status
 from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
@@ -21,6 +22,7 @@ from dynamo_elastic.testing import virtual_time
 from dynamo_elastic.testing.coordination import CONFIG, SHAPE, World, world
 from dynamo_elastic.testing.participants import FakeShell, Misbehaviour, Script, running
 from dynamo_elastic.testing.store import FakeStore
+from dynamo_elastic.testing.virtual_time import wall_clock
 
 TIMEOUT_S = 300.0
 
@@ -35,7 +37,7 @@ async def coordinated(shells: int = 4, *, timeline: Path | None = None) -> Async
 
 @asynccontextmanager
 async def coordinator(here: World, timeline: Path | None = None) -> AsyncIterator[None]:
-    deployment = Deployment(Keys("test"), CONFIG, SHAPE, Timeline(timeline))
+    deployment = Deployment(Keys("test"), CONFIG, SHAPE, Timeline(timeline), wall_clock)
     task = asyncio.create_task(Coordinator(here.store, deployment, "c").run())
     try:
         yield
@@ -195,12 +197,14 @@ def test_a_target_that_fails_for_ever_is_lowered_with_the_reason() -> None:
             outcome = await scale(here, 4)
             spoiler.cancel()
             assert outcome.status is OutcomeStatus.FAILED
-            assert "slot3 failed check: scripted" in outcome.reason
+            assert "slot3 is in quarantine: scripted" in outcome.reason
             status = await until(here, 2)
             assert status.target is not None
             assert status.target.ranks == 2
-            assert status.epoch == 1 + MAX_ATTEMPTS
+            assert status.epoch == 1 + MAX_STRIKES
             here[3].script = Script({})
+            assert (await scale(here, 3)).status is OutcomeStatus.REACHED, "there is slot 2"
+            await asyncio.sleep(CONFIG.quarantine_s)
             assert (await scale(here, 4)).status is OutcomeStatus.REACHED
 
     virtual_time.run(main())

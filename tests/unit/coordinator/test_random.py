@@ -55,7 +55,7 @@ ROUNDS = st.builds(
 async def coordinate(here: World, view: FaultyStore) -> None:
     """Coordinators, one after the other: each lives until it crashes."""
     while True:
-        deployment = Deployment(here.keys, CONFIG, SHAPE)
+        deployment = Deployment(here.keys, CONFIG, SHAPE, now=virtual_time.wall_clock)
         try:
             await Coordinator(view, deployment, "c").run()
         except Crash:
