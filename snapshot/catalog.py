@@ -159,6 +159,7 @@ class Catalog:
         with _storing(self.root, "made"):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._changing(), _storing(directory, "made"):
+            self._clear_abandoned(directory)
             directory.mkdir(mode=0o700)
             hold = Hold.take(directory, exclusive=True)
         if hold is None:
@@ -219,6 +220,7 @@ class Catalog:
             with hold, _storing(directory, "removed"):
                 # Under this name it is no image any more, should the deletion be cut short.
                 doomed = self.root / f"{_PARTIAL}{image_id}"
+                self._clear_abandoned(doomed)
                 failpoint("catalog.remove.before_rename")
                 directory.rename(doomed)
                 failpoint("catalog.remove.renamed")
@@ -253,6 +255,15 @@ class Catalog:
                 with hold, _storing(self.root / name, "removed"):
                     failpoint("catalog.partials.before_removal")
                     shutil.rmtree(self.root / name)
+
+    @staticmethod
+    def _clear_abandoned(partial: Path) -> None:
+        """A dead process may have left one of that name."""
+        with suppress(FileNotFoundError):
+            hold = Hold.take(partial, exclusive=True)
+            if hold is not None:
+                with hold:
+                    shutil.rmtree(partial)
 
     def _abandoned(self) -> Iterator[tuple[str, Hold]]:
         for path in sorted(self.root.glob(f"{_PARTIAL}*")):

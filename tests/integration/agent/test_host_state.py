@@ -69,7 +69,8 @@ async def agent(
 
 async def start(client: AgentClient, operation: str = "op-1", **options: Any) -> StartedEngine:
     slot = options.pop("slot", 0)
-    options = {"timeout_s": 30.0, "tiers": (Tier.COLD,)} | options
+    options.setdefault("timeout_s", 30.0)
+    options.setdefault("tiers", (Tier.COLD,))
     worker = WorkerId(f"slot{slot}")
     return await client.start_engine(slot, worker, OperationId(operation), Epoch(1), **options)
 

@@ -96,17 +96,30 @@ def test_killed_at(catalog: Catalog, act: str, point: str) -> None:
         if image_id in found:
             catalog.remove(image_id)
     if act == "publish":
-        catalog.remove_partials()
         publish_image(catalog, "slot0-new", at="9")
     elif act == "import":
-        catalog.remove_partials()
         import_image(catalog, catalog.root.parent / "archive.tar")
     else:
         for image_id in set(catalog.entries()) - AFTER[act]:
             catalog.remove(image_id)
-        catalog.remove_partials()
+    catalog.remove_partials()
     assert set(catalog.entries()) == AFTER[act]
     assert {p.name for p in catalog.root.iterdir()} == AFTER[act] | {".lock"}
+
+
+def test_killed_in_the_middle_of_a_deletion(catalog: Catalog) -> None:
+    act = """
+import os, shutil, signal
+def half(path):
+    next(path.iterdir()).unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
+shutil.rmtree = half
+catalog.remove("slot0-old")
+"""
+    argv = [sys.executable, "-c", ACT.format(act=act), str(catalog.root), "none"]
+    assert subprocess.run(argv, check=False, timeout=60).returncode == -signal.SIGKILL
+    assert set(catalog.entries()) == {"slot1-kept"}
+    assert ".partial-slot0-old" in catalog.partials()
 
 
 def test_what_is_killed_lets_go_of_the_image(catalog: Catalog) -> None:

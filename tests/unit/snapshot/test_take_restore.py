@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from dynamo_elastic.errors import (
     NotQuiescent,
     SnapshotDamaged,
     SnapshotError,
+    SnapshotInUse,
     SnapshotMismatch,
 )
 from dynamo_elastic.snapshot.base import (
@@ -175,3 +178,21 @@ def test_mismatch_and_damage_run_nothing(world: World, monkeypatch: pytest.Monke
     with pytest.raises(SnapshotDamaged):
         world.restore(manifest)
     assert world.phases[-2:] == [RestorePhase.VERIFY, RestorePhase.FAILED]
+
+
+def test_image_is_held_while_it_is_restored_and_then_was_used(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = world.take(COME_UP)
+    os.utime(world.catalog.root / manifest.image_id, (1, 1))
+    restore = world.imager.restore
+
+    def meanwhile(*args: Any, **kwargs: Any) -> ProcessRef:
+        with pytest.raises(SnapshotInUse):
+            world.catalog.remove(manifest.image_id)
+        return restore(*args, **kwargs)
+
+    monkeypatch.setattr(world.imager, "restore", meanwhile)
+    world.restore(manifest)
+    assert world.catalog.last_used(manifest.image_id) > 1
+    world.catalog.remove(manifest.image_id)
