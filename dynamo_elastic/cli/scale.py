@@ -90,12 +90,19 @@ def _show(now: Status, console: Console) -> None:
         console.print("nothing is served")
         return
     wanted = f", {now.target.ranks} wanted by {now.target.source}" if now.target else ""
-    console.print(f"epoch {now.topology.epoch}: {now.width} ranks{wanted}; leader {now.leader}")
+    in_force = now.in_force or now.topology
+    console.print(f"epoch {in_force.epoch}: {now.width} ranks{wanted}; leader {now.leader}")
+    if now.withdrawn is not None:
+        console.print(f"epoch {now.topology.epoch} was withdrawn; it is to be superseded")
+    if now.queued is not None:
+        console.print(f"next: {now.queued.ranks} ranks, wanted by {now.queued.source}")
+    if now.notice:
+        console.print(f"waiting: {now.notice}")
     ranks = Table(box=None)
     for name in ("rank", "worker", "engine", "state", "experts"):
         ranks.add_column(name)
     lost = now.lost_reasons()
-    for rank, member in enumerate(now.topology.members):
+    for rank, member in enumerate(in_force.members):
         record = now.members.get(member.worker_id)
         state = f"lost: {lost[member.worker_id]}" if member.worker_id in lost else ""
         experts = " ".join(str(e) for e in member.experts if e != EMPTY)
@@ -109,6 +116,8 @@ def _show(now: Status, console: Console) -> None:
     console.print(ranks)
     free = now.standby()
     console.print(f"free slots: {', '.join(free) if free else 'none'}")
+    for suspect, strike in now.strikes.items():
+        console.print(f"suspect: {suspect} failed {strike.count} times: {strike.reason}")
     if now.operation is not None:
         _show_operation("under way", now.operation, console)
     if now.last is not None:
@@ -118,6 +127,8 @@ def _show(now: Status, console: Console) -> None:
 def _show_operation(label: str, op: OperationRecord, console: Console) -> None:
     widths = f"{op.plan.before.world_size} -> {op.plan.after.world_size}"
     console.print(f"{label}: {op.operation_id} ({widths}, by {op.source}): {op.phase}")
+    if op.lost:
+        console.print(f"  lost: {', '.join(op.lost)}")
     for phase in op.phases:
         console.print(f"  {phase.phase:13} {phase.elapsed_s:8.3f} s")
     for worker, said in op.participants.items():

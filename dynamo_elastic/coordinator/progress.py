@@ -157,6 +157,15 @@ class Progress:
         if worker in self.record.plan.joiners:
             self.update(strikes=quarantine.struck(self.record, worker, why, self._now()))
 
+    def check_deadline(self) -> None:
+        """Raise PhaseTimeout if the operation as a whole has had its time."""
+        if not self.left_s:
+            raise PhaseTimeout(
+                f"the operation took longer than {self._timeout_s:g} s (scale.operation_timeout_s)",
+                operation_id=self.record.operation_id,
+                phase=self.record.phase,
+            )
+
     def _begin(self, phase: Phase) -> None:
         self._phase_began_s = self._clock()
         self.update(phase=phase, phases=(*self.record.phases, PhaseRecord(phase, self._now())))

@@ -11,6 +11,7 @@ from dynamo_elastic.coordinator.records import (
     MemberRecord,
     MemberState,
     OperationRecord,
+    Strike,
     TargetOutcome,
     TargetRecord,
     decode,
@@ -56,6 +57,28 @@ class Status:
         now = self.operation
         newest = now if now is not None and committed(now.kind, now.phase) else self.last
         return newest.served if newest is not None else None
+
+    @property
+    def queued(self) -> TargetRecord | None:
+        """A newer target than the one that the operation under way is for."""
+        now, target = self.operation, self.target
+        newer = now is not None and target is not None and target.request_id != now.request_id
+        waits = (
+            self.outcome is None
+            or target is None
+            or target.request_id
+            not in (
+                "",
+                self.outcome.request_id,
+            )
+        )
+        return target if newer and waits else None
+
+    @property
+    def strikes(self) -> dict[str, Strike]:
+        """Who failed as a joiner lately; twice in a row is quarantine: see quarantine.py."""
+        newest = self.operation or self.last
+        return newest.strikes if newest is not None else {}
 
     @property
     def width(self) -> int:

@@ -177,6 +177,8 @@ class StepRunner:
 
     async def _send(self, step: Step, bodies: Bodies, *, strict: bool) -> Acks:
         """Command one step; returns the acks of who has done it: with `strict` that is all."""
+        if strict:
+            self._progress.check_deadline()
         answers = await self._ask(step, bodies, strict=strict)
         if strict:
             for worker, why in (answers.failed | answers.lost).items():

@@ -172,6 +172,7 @@ class FakeShell:
             Step.CONNECT: self._connect,
             Step.INSTALL: self._install,
             Step.SWITCH: self._switch,
+            Step.WITHDRAW: self._withdraw,
             Step.SERVE: self._serve,
             Step.PARK: self._park,
             Step.ABORT: self._abort,
@@ -227,6 +228,12 @@ class FakeShell:
             self.in_force = self.routing = self.pending
             self.pending = None
         return {"gap_s": 0.001, "decided_to_first_step_s": 0.002}
+
+    async def _withdraw(self, command: CommandRecord) -> dict[str, Any]:
+        switched = self.in_force is not None and self.in_force.epoch == command.epoch
+        if not switched:
+            self.pending = None
+        return {"switched": switched}
 
     async def _serve(self, command: CommandRecord) -> dict[str, Any]:
         await self._publish(state=MemberState.SERVING)

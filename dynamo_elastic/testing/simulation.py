@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from dynamo_elastic.coordinator.records import (
     Keys,
     MemberRecord,
     MemberState,
-    OutcomeStatus,
     TargetRecord,
     encode,
 )
@@ -87,6 +86,8 @@ class Verdict:
     schedule: Schedule
     violations: tuple[str, ...]
     injected: int
+    committed: tuple[tuple[str, int], ...]
+    """Source and width of every operation that was decided."""
 
 
 def play(schedule: Schedule, *, coordinator: type[Coordinator] = Coordinator) -> Verdict:
@@ -97,11 +98,14 @@ def play(schedule: Schedule, *, coordinator: type[Coordinator] = Coordinator) ->
         try:
             failpoints.set_hook(meet)
             runner.run(world.run())
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - whatever it is, it is a violation
             world.invariants.violated(f"{type(exc).__name__}: {exc}")
         finally:
             failpoints.set_hook(None)
-    return Verdict(schedule, tuple(world.invariants.violations), world.misfortune.injected)
+    seen = world.invariants
+    return Verdict(
+        schedule, tuple(seen.violations), world.misfortune.injected, tuple(seen.committed)
+    )
 
 
 class ShufflingLoop(VirtualTimeLoop):
@@ -301,12 +305,8 @@ class SimulatedDeployment:
         now = self.status()
         if now.operation is not None or now.target is None or now.in_force is None:
             return False
-        answered = now.outcome is not None and now.outcome.request_id == now.target.request_id
         whole = not now.lost_reasons() and now.withdrawn is None
-        refused = (
-            answered and now.outcome is not None and now.outcome.status is OutcomeStatus.REFUSED
-        )
-        return whole and answered and (now.width == now.target.ranks or refused)
+        return whole and self._answered(now.target.request_id) and now.width == now.target.ranks
 
     def _clean(self) -> bool:
         return self._rests() and not self.invariants.at_rest()
@@ -370,12 +370,3 @@ class SimulatedDeployment:
         shell = Shell(parts, presence, participant, lease_ttl_s=CONFIG.lease_ttl_s)
         self.shells[worker] = ShellProcess(process, presence, registrar)
         return shell
-
-
-def outcome_of(verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """Counts over `verdicts`."""
-    return {
-        "schedules": len(verdicts),
-        "violations": sum(bool(v.violations) for v in verdicts),
-        "faults_injected": sum(v.injected for v in verdicts),
-    }

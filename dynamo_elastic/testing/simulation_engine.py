@@ -49,8 +49,9 @@ class Fabric:
 
     def _switch(self, epoch: Epoch, pending: Topology) -> None:
         before = self.group(epoch) if epoch else []
-        for engine in [e for e in self.engines.values() if e.worker_id in pending.worker_ids]:
-            engine.enter()
+        for engine in [e for e in self.engines.values() if e.ready]:
+            if engine.worker_id in pending.worker_ids:
+                engine.enter()
         for engine in before:
             if engine.worker_id not in pending.worker_ids:
                 engine.leave()

@@ -38,9 +38,10 @@ class WatchedStore(FakeStore):
         self.replaced_revision = before.mod_revision if before else 0
         revision = super()._apply(guards, ops)
         touched = {op.prefix if isinstance(op, DeletePrefix) else op.key for op in ops}
-        if touched & self._owned or any(k.startswith(keys.commands) for k in touched):
-            if not any(g.key == keys.leader and g.mod_revision for g in guards):
-                self._invariants.violated(f"a write without a fencing token: {sorted(touched)}")
+        commands = any(k.startswith(keys.commands) for k in touched)
+        fenced = any(g.key == keys.leader and g.mod_revision for g in guards)
+        if (commands or touched & self._owned) and not fenced:
+            self._invariants.violated(f"a write without a fencing token: {sorted(touched)}")
         puts = {op.key: op.value for op in ops if isinstance(op, Put)}
         if keys.topology in puts:
             old = decode(Topology, before.value) if before else None
@@ -58,6 +59,8 @@ class Invariants:
 
     def __init__(self, deployment: SimulatedDeployment) -> None:
         self.violations: list[str] = []
+        self.committed: list[tuple[str, int]] = []
+        """Source and width of every operation that was decided, in order."""
         self._deployment = deployment
         self._groups: dict[int, tuple[str, ...]] = {}
         self._two_since_s: float | None = None
@@ -86,6 +89,8 @@ class Invariants:
             self.violated(f"topology {new.epoch} was written in {record.phase}")
         elif record.topology_revision != self._planned_from(old):
             self.violated(f"epoch {new.epoch} was planned from another topology than it replaces")
+        else:
+            self.committed.append((record.source, new.world_size))
 
     def _planned_from(self, old: Topology | None) -> int:
         """The revision of the topology that was just replaced."""
@@ -103,7 +108,19 @@ class Invariants:
                 self.violated(f"epoch {topology.epoch} is stepped in by {members} and {known}")
             if engine.worker_id not in topology.worker_ids:
                 self.violated(f"{engine.worker_id} steps in epoch {topology.epoch} without a rank")
+            self._all_step(topology)
         self._one_served()
+
+    def _all_step(self, topology: Topology) -> None:
+        """Whoever lives of a group that is stepped in steps in it."""
+        engines = self._deployment.fabric.engines
+        living = [engines[m.incarnation] for m in topology.members if m.incarnation in engines]
+        for engine in living:
+            if engine.epoch not in (topology.epoch, 0):
+                self.violated(
+                    f"epoch {topology.epoch} is stepped in while {engine.worker_id} steps in "
+                    f"{engine.epoch}"
+                )
 
     def admitted(self, worker: WorkerId) -> None:
         self._one_served()

@@ -196,6 +196,28 @@ def kill_coordinator_in(deployment: ServedDeployment, phase: Phase, ranks: int) 
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize(
+    "failpoint",
+    [
+        "slot2:worker.restore.begin",
+        "slot3:worker.check.end",
+        "slot2:worker.serve.begin",
+        "slot1:worker.freeze.end",
+    ],
+)
+def test_a_worker_shell_is_killed(
+    deployment: ServedDeployment, load: BackgroundLoad, failpoint: str
+) -> None:
+    """A joiner's before and after COMMIT, and a retained rank's."""
+    scale_to(deployment, 2)
+    deployment.arm(failpoint)
+    deployment.cli("scale", "4", timeout_s=120)
+    assert deployment.fired(failpoint)
+    load.wait_for_tokens(timeout_s=20)
+    scale_to(deployment, 4)
+    load.wait_for_tokens(timeout_s=20)
+
+
 def test_nothing_grows_in_etcd(deployment: ServedDeployment, load: BackgroundLoad) -> None:
     """After all of that, the store holds what a fresh deployment of this width holds."""
     scale_to(deployment, 2)
