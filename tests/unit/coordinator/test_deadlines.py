@@ -186,3 +186,28 @@ def test_a_switch_that_happens_just_then_is_followed() -> None:
             assert (await here.status()).withdrawn is None
 
     virtual_time.run(main())
+
+
+def test_a_successor_withdraws_what_was_being_withdrawn() -> None:
+    """Some may have done so already: nobody is asked to switch again."""
+
+    async def main() -> None:
+        async with world(FakeStore()) as here:
+            scaler = await up_to(here, 2)
+            for shell in here.shells.values():
+                shell.__class__ = Waiting
+            here[1].script = Script({Step.WITHDRAW: Misbehaviour.SILENT})
+            scaling = asyncio.create_task(here.scale(scaler, 3))
+            while Step.WITHDRAW not in [step for *_, step in here[1].ran]:
+                await asyncio.sleep(0.01)
+            scaling.cancel()
+            await asyncio.wait({scaling})
+            await here.depose()
+            before = [step for *_, step in here[0].ran]
+            record = await (await here.lead()).recover()
+            assert record is not None
+            assert record.phase is Phase.DONE
+            assert record.served == record.plan.before
+            assert [step for *_, step in here[0].ran][len(before) :] == [Step.WITHDRAW]
+
+    virtual_time.run(main())

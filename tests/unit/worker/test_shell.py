@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_elastic.agent.base import StartedEngine, Tier
 from dynamo_elastic.coordinator.records import (
     AckRecord,
     AckStatus,
@@ -21,7 +22,7 @@ from dynamo_elastic.coordinator.records import (
     encode,
     to_json,
 )
-from dynamo_elastic.coordinator.store import Put
+from dynamo_elastic.coordinator.store import Delete, Put
 from dynamo_elastic.dynamo.base import Load
 from dynamo_elastic.errors import EngineError, IllegalTransition
 from dynamo_elastic.phases import Step
@@ -433,3 +434,73 @@ async def test_the_planner_hears_of_the_load(bench: Bench) -> None:
 def test_illegal_moves_are_refused(before: MemberState, after: MemberState) -> None:
     with pytest.raises(IllegalTransition):
         check_member_move(before, after)
+
+
+async def end_operation(bench: Bench) -> None:
+    """What the coordinator does in its last transaction."""
+    await bench.store.txn([], [Delete(KEYS.command(ME))])
+    await asyncio.sleep(1.0)
+
+
+@scenario
+async def test_a_joiner_that_was_never_told_to_abort_stands_by_again(bench: Bench) -> None:
+    await bench.must(Step.RESTORE, Step.OPEN)
+    await end_operation(bench)
+    assert bench.state() is MemberState.STANDBY
+    assert not (await bench.agent.slots())[1].incarnation
+
+
+@scenario
+async def test_a_leaver_that_was_never_told_to_abort_serves_again(bench: Bench) -> None:
+    await bench.join()
+    await bench.must(Step.FREEZE, Step.DRAIN)
+    await end_operation(bench)
+    assert bench.state() is MemberState.SERVING
+    assert bench.registrar.data is not None
+    assert not bench.engine.draining
+    assert not bench.engine.frozen
+
+
+@scenario
+async def test_what_is_left_is_undone_as_soon_as_the_engine_can(bench: Bench) -> None:
+    await bench.join()
+    await bench.must(Step.FREEZE)
+    bench.engine.failures["freeze"] = EngineError("busy")
+    await end_operation(bench)
+    assert bench.engine.frozen
+    del bench.engine.failures["freeze"]
+    await asyncio.sleep(1.0)
+    assert not bench.engine.frozen
+
+
+@scenario
+async def test_an_image_in_quarantine_is_not_used(bench: Bench) -> None:
+    asked: list[tuple[Tier, ...]] = []
+    start = bench.agent.start_engine
+
+    async def start_engine(*args: Any, tiers: tuple[Tier, ...], **kwargs: Any) -> StartedEngine:
+        asked.append(tiers)
+        return await start(*args, tiers=tiers, **kwargs)
+
+    bench.agent.start_engine = start_engine  # type: ignore[method-assign]
+    await bench.must(Step.RESTORE)
+    bench.operation_id = OperationId("next")
+    assert (await bench.command(Step.RESTORE, cold=True)).status is AckStatus.DONE
+    assert asked == [tuple(Tier), (Tier.COLD,)]
+
+
+@scenario
+async def test_a_rank_that_waits_for_others_to_switch_says_so(bench: Bench) -> None:
+    await bench.peer_opens()
+    await bench.must(Step.RESTORE, Step.OPEN, Step.CONNECT)
+    await bench.commit(bench.topology(1))
+    bench.engine.failures["wait_switched"] = EngineError("no switch")
+    ack = await bench.command(Step.SWITCH)
+    assert (ack.status, ack.payload) == (AckStatus.DONE, {"switched": False})
+
+
+@scenario
+async def test_a_rank_withdraws_unless_it_has_switched(bench: Bench) -> None:
+    await bench.join()
+    assert (await bench.command(Step.WITHDRAW)).payload == {"switched": True}
+    assert (await bench.command(Step.WITHDRAW, epoch=2)).payload == {"switched": False}
