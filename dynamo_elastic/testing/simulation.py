@@ -7,12 +7,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_elastic import failpoints
-from dynamo_elastic.agent.base import SlotStatus, StartedEngine, Tier
 from dynamo_elastic.config import ScaleConfig
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
 from dynamo_elastic.coordinator.records import (
@@ -24,10 +22,8 @@ from dynamo_elastic.coordinator.records import (
 )
 from dynamo_elastic.coordinator.status import Status, status_of
 from dynamo_elastic.coordinator.store import Put
-from dynamo_elastic.dynamo.base import Load
 from dynamo_elastic.engine.base import Engine
-from dynamo_elastic.testing.agent import FakeAgent
-from dynamo_elastic.testing.simulation_engine import Fabric, SimulatedEngine
+from dynamo_elastic.testing.simulation_engine import Fabric
 from dynamo_elastic.testing.simulation_faults import (
     PROCESS,
     Fault,
@@ -36,12 +32,16 @@ from dynamo_elastic.testing.simulation_faults import (
     Process,
     ProcessStore,
     meet,
-    suffer,
 )
 from dynamo_elastic.testing.simulation_invariants import Invariants, WatchedStore
+from dynamo_elastic.testing.simulation_parts import (
+    SimulatedAgent,
+    SimulatedRegistrar,
+    SufferingEngine,
+)
 from dynamo_elastic.testing.virtual_time import VirtualTimeLoop, wall_clock
 from dynamo_elastic.topology import EngineShape
-from dynamo_elastic.types import Epoch, Incarnation, OperationId, WorkerId
+from dynamo_elastic.types import Incarnation, WorkerId
 from dynamo_elastic.worker.base import ShellParts
 from dynamo_elastic.worker.participant import Participant
 from dynamo_elastic.worker.presence import Presence
@@ -122,91 +122,6 @@ class ShufflingLoop(VirtualTimeLoop):
         super()._run_once()  # type: ignore[misc]
 
 
-class SimulatedRegistrar:
-    """Dynamo for one shell: registered or not."""
-
-    def __init__(self, worker: WorkerId, invariants: Invariants, process: Process) -> None:
-        self.registered = False
-        self._worker = worker
-        self._invariants = invariants
-        self._process = process
-
-    async def register(self, runtime_data: Mapping[str, str]) -> int:
-        self.registered = not self._process.dead
-        self._invariants.admitted(self._worker)
-        return 1
-
-    async def unregister(self) -> None:
-        if self.registered and not self._process.dead:
-            self._invariants.unregistered(self._worker)
-        self.registered = False
-
-    def report(self, load: Load) -> None:
-        """Nobody listens."""
-
-
-class SimulatedAgent(FakeAgent):
-    """An agent whose calls suffer what the calling process suffers."""
-
-    def __init__(self, deployment: SimulatedDeployment) -> None:
-        super().__init__(SLOTS, deployment.boot_engine, dict.fromkeys(range(SLOTS), "image"))
-        self._deployment = deployment
-
-    async def start_engine(
-        self,
-        slot: int,
-        worker_id: WorkerId,
-        operation_id: OperationId,
-        epoch: Epoch,
-        *,
-        tiers: tuple[Tier, ...] = tuple(Tier),
-        timeout_s: float,
-    ) -> StartedEngine:
-        start = super().start_engine
-
-        async def work() -> StartedEngine:
-            return await start(
-                slot, worker_id, operation_id, epoch, tiers=tiers, timeout_s=timeout_s
-            )
-
-        started: Any = await self._suffer("agent.start_engine", slot, work)
-        return started  # type: ignore[no-any-return]
-
-    async def stop_engine(self, slot: int, incarnation: Incarnation) -> None:
-        stop = super().stop_engine
-
-        async def work() -> None:
-            await stop(slot, incarnation)
-            engine = self._deployment.fabric.engines.get(incarnation)
-            if engine is not None:
-                engine.die()
-
-        await self._suffer("agent.stop_engine", slot, work)
-
-    async def slots(self) -> tuple[SlotStatus, ...]:
-        return tuple(self._status(slot) for slot in range(SLOTS))
-
-    async def _suffer(self, place: str, slot: int, work: Any) -> Any:
-        process = PROCESS.get()
-        if process is None:
-            return await work()
-        return await suffer(process, place, lambda: self._deployment.kill_engine(slot), work)
-
-
-class SufferingEngine(SimulatedEngine):
-    """An engine whose calls suffer what its shell's process suffers."""
-
-    async def _enter(self, call: str) -> None:
-        process = PROCESS.get()
-        if process is not None and call != "status":
-
-            async def nothing() -> None:
-                return
-
-            await suffer(process, f"engine.{call}", self.die, nothing)
-        await super()._enter(call)
-
-
 @dataclass
 class ShellProcess:
     """A worker shell that runs, and what can be seen of it."""
@@ -232,7 +147,7 @@ class SimulatedDeployment:
         self.invariants = Invariants(self)
         self.fabric = Fabric(self.invariants.switched)
         self.store = WatchedStore(self.keys, self.invariants)
-        self.agent = SimulatedAgent(self)
+        self.agent = SimulatedAgent(SLOTS, self)
         self._coordinator = coordinator
         self._shape = EngineShape(num_experts=4, slots_per_rank=schedule.slots_per_rank)
         self._keepers: list[asyncio.Task[None]] = []

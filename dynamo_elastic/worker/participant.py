@@ -100,20 +100,16 @@ class Participant:
         await self._attached().freeze(True)
         return {}
 
-    async def thaw(self, command: CommandRecord) -> Payload:
-        await self._thaw()
-        return {}
-
-    async def _thaw(self) -> None:
+    async def thaw(self, command: CommandRecord | None = None) -> Payload:
         await self._attached().freeze(False)
         self._frozen = False
+        return {}
 
     async def restore(self, command: CommandRecord) -> Payload:
         """An attached engine of this operation; asked again, the same one."""
         if self._slot.holds_other(command.operation_id):
             await self._release()
         await self._presence.move(MemberState.JOINING)
-        # The image may be what failed before: then the coordinator says so.
         tiers = (Tier.COLD,) if command.payload.get("cold") else tuple(Tier)
         started = await self._slot.start(
             command.operation_id, command.epoch, tiers=tiers, timeout_s=command.deadline_s
@@ -193,11 +189,7 @@ class Participant:
             raise
         except EngineError:
             return {"switched": False}
-        return {
-            "switched": True,
-            "gap_s": report.gap_s,
-            "decided_to_first_step_s": report.decided_to_first_step_s,
-        }
+        return {"switched": True, **asdict(report)}
 
     async def withdraw(self, command: CommandRecord) -> Payload:
         """This engine never switches to the epoch, unless it has; says which."""
@@ -235,7 +227,7 @@ class Participant:
             await self._slot.engine.abort_epoch(epoch)
             if self._presence.state is MemberState.LEAVING:
                 await self._stay(await self._in_force())
-            await self._thaw()
+            await self.thaw()
         await self._presence.drop_endpoint()
         return {}
 
@@ -287,7 +279,7 @@ class Participant:
             if state is MemberState.LEAVING:
                 await self._stay(topology)
             if self._frozen:
-                await self._thaw()
+                await self.thaw()
 
     async def suspend(self) -> None:
         """Nothing new comes here; requests under way go on."""

@@ -115,7 +115,7 @@ class TestTheInvariantsCanFail:
         assert "is stepped in while" in found(deaf((4,)))
 
     def test_the_thaw(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Participant, "_thaw", nothing)
+        monkeypatch.setattr(Participant, "thaw", nothing)
         assert "is frozen" in found(Schedule(1, (4,), ()))
 
     def test_the_admission(self, monkeypatch: pytest.MonkeyPatch) -> None:
