@@ -16,7 +16,7 @@ import pytest
 from dynamo_elastic.agent import server as server_module
 from dynamo_elastic.agent.base import StartedEngine, Tier
 from dynamo_elastic.agent.client import AgentClient
-from dynamo_elastic.agent.host import NAMESPACE_FILE
+from dynamo_elastic.agent.host import NAMESPACE_FILE, close_host, open_host
 from dynamo_elastic.agent.images import Images, NoImages
 from dynamo_elastic.agent.server import AgentServer
 from dynamo_elastic.cli.main import main
@@ -43,7 +43,10 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeploymentConfig]:
     with tempfile.TemporaryDirectory(prefix="de-") as directory:
         (Path(directory) / "tmp").mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(Path(directory) / "tmp"))
-        yield deployment(Path(directory), snapshot={"catalog": f"{directory}/images"})
+        config = deployment(Path(directory), snapshot={"catalog": f"{directory}/images"})
+        yield config
+        if (config.state_dir / NAMESPACE_FILE).exists():  # a test failed before its end
+            close_host(config, open_host(config))
 
 
 def fake_images(config: DeploymentConfig, argv: Any = ARGV) -> Images:
