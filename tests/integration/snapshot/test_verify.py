@@ -87,8 +87,7 @@ def flip(path: Path, where: float) -> None:
     path.write_bytes(data)
 
 
-def to_link(path: Path) -> None:
-    moved = path.parent.parent.parent / "moved"
+def to_link(path: Path, moved: Path) -> None:
     path.rename(moved)
     path.symlink_to(moved)
 
@@ -140,8 +139,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a directory others may enter": (lambda d: d.chmod(0o755), "mode 0755"),
     "a file of somebody else": (lambda d: os.chown(pages(d), 65534, -1), "uid 65534"),
     "a directory of somebody else": (lambda d: os.chown(d, 65534, -1), "uid 65534"),
-    "a file behind a link": (lambda d: to_link(pages(d)), "not a plain file"),
-    "an image behind a link": (to_link, "not a plain directory"),
+    "a file behind a link": (
+        lambda d: to_link(pages(d), d.parent.parent / "moved"),
+        "not a plain file",
+    ),
+    "an image behind a link": (
+        lambda d: to_link(d, d.parent.parent / "moved"),
+        "not a plain directory",
+    ),
     "a file with a second name": (
         lambda d: os.link(pages(d), d.parent.parent / "second"),
         "has 2 names",
