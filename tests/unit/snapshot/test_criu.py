@@ -24,12 +24,12 @@ def test_argv_names_every_path() -> None:
     dump = dump_argv(Path("/c/criu"), 1000, Path("/images/x"))
     assert dump[:4] == ["/c/criu", "dump", "--tree", "1000"]
     assert dump[dump.index("--images-dir") + 1] == "/images/x"
-    restore = make_restore_argv(Path("/c/criu"), Path("/images/x"), Path("/work"))
+    restore = make_restore_argv(Path("/c/criu"), Path("/images/x"), Path("/criu-work"))
     assert restore[:2] == ["/c/criu", "restore"]
     assert "--restore-detached" in restore
     # The image directory is read only; whatever CRIU writes goes elsewhere.
     assert restore[restore.index("--work-dir") + 1] == "/work"
-    assert restore[restore.index("--pidfile") + 1].startswith("/work/")
+    assert restore[restore.index("--pidfile") + 1].startswith("/criu-work/")
 
 
 @pytest.mark.parametrize(
