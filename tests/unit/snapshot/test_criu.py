@@ -28,7 +28,7 @@ def test_argv_names_every_path() -> None:
     assert restore[:2] == ["/c/criu", "restore"]
     assert "--restore-detached" in restore
     # The image directory is read only; whatever CRIU writes goes elsewhere.
-    assert restore[restore.index("--work-dir") + 1] == "/work"
+    assert restore[restore.index("--work-dir") + 1] == "/criu-work"
     assert restore[restore.index("--pidfile") + 1].startswith("/criu-work/")
 
 
