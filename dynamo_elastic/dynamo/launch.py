@@ -48,8 +48,8 @@ def planner_argv(config: DeploymentConfig) -> list[str]:
 def planner_settings(config: DeploymentConfig) -> dict[str, Any]:
     """The planner's settings: ours, overruled one by one by `planner.settings`.
 
-    By default load moves nothing: replicas follow `min_endpoint` and `max_gpu_budget`, and the KV
-    cache must be full to ask for more. One replica is one rank is one GPU.
+    By default load moves little: replicas follow `min_endpoint` and `max_gpu_budget`, the KV cache
+    must be full to ask for more, and only ranks that are all idle are given back one by one. One replica is one rank is one GPU.
     """
     ours: dict[str, Any] = {
         "environment": "virtual",
