@@ -1,7 +1,7 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 PY := .venv/bin/python
 
-.PHONY: setup demo test lint format bench clean
+.PHONY: setup demo test lint format bench soak sim clean
 
 setup:
 	@sh deploy/setup.sh
@@ -24,6 +24,12 @@ format: setup
 
 bench: setup
 	@$(PY) benchmarks/cpu_scale.py
+
+soak: setup
+	@$(PY) benchmarks/protocol_soak.py
+
+sim: setup
+	@$(PY) benchmarks/protocol_sim.py
 
 clean:
 	rm -rf .venv .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
