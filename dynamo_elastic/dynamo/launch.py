@@ -49,7 +49,8 @@ def planner_settings(config: DeploymentConfig) -> dict[str, Any]:
     """The planner's settings: ours, overruled one by one by `planner.settings`.
 
     By default load moves little: replicas follow `min_endpoint` and `max_gpu_budget`, the KV cache
-    must be full to ask for more, and only ranks that are all idle are given back one by one. One replica is one rank is one GPU.
+    must be full to ask for more, and ranks are given back one by one only while all of them are
+    idle. One replica is one rank is one GPU.
     """
     ours: dict[str, Any] = {
         "environment": "virtual",
