@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from itertools import product
 
+from dynamo_elastic.engine.rpc import CALLS
 from dynamo_elastic.phases import Kind, Step, phases_of
 from dynamo_elastic.testing.simulation import COORDINATOR, SLOTS, Schedule
 from dynamo_elastic.testing.simulation_faults import Mishap
@@ -17,23 +18,9 @@ COORDINATOR_PLACES = tuple(
     )
 )
 WORKER_PLACES = tuple(f"worker.{step}.{at}" for step in Step for at in ("begin", "end"))
-ENGINE_CALLS = (
-    "open_epoch",
-    "connect_epoch",
-    "load_weights",
-    "push_dense",
-    "push_experts",
-    "check",
-    "install",
-    "decide",
-    "wait_switched",
-    "canary",
-    "freeze",
-    "drain",
-    "readmit",
-    "disconnect",
-    "abort_epoch",
-)
+ENGINE_CALLS = tuple(call for call in CALLS if call not in ("status", "submit", "cancel"))
+"""The engine's part in operations; requests are no part of the simulation."""
+
 SHELL_PLACES = (
     *WORKER_PLACES,
     *(f"engine.{call}" for call in ENGINE_CALLS),

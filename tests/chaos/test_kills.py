@@ -165,24 +165,26 @@ def kill_joiner_in(deployment: ServedDeployment, phase: Phase, slot: int) -> Ite
 def test_the_coordinator_is_killed_going_up(
     deployment: ServedDeployment, load: BackgroundLoad, phase: Phase
 ) -> None:
-    scale_to(deployment, 2)
-    kill_coordinator_in(deployment, phase, ranks=4)
-    load.wait_for_tokens(timeout_s=20)
-    deployment.wait_idle()
-    assert last_phase(deployment) in (Phase.DONE, Phase.ABORTED)
-    scale_to(deployment, 4)
+    outlive_the_coordinator(deployment, load, phase, before=2, after=4)
 
 
 @pytest.mark.parametrize("phase", phases_of(Kind.DOWN))
 def test_the_coordinator_is_killed_going_down(
     deployment: ServedDeployment, load: BackgroundLoad, phase: Phase
 ) -> None:
-    scale_to(deployment, 4)
-    kill_coordinator_in(deployment, phase, ranks=2)
+    outlive_the_coordinator(deployment, load, phase, before=4, after=2)
+
+
+def outlive_the_coordinator(
+    deployment: ServedDeployment, load: BackgroundLoad, phase: Phase, *, before: int, after: int
+) -> None:
+    """Serving goes on, the operation ends either way, and the next one succeeds."""
+    scale_to(deployment, before)
+    kill_coordinator_in(deployment, phase, ranks=after)
     load.wait_for_tokens(timeout_s=20)
     deployment.wait_idle()
     assert last_phase(deployment) in (Phase.DONE, Phase.ABORTED)
-    scale_to(deployment, 2)
+    scale_to(deployment, after)
 
 
 def kill_coordinator_in(deployment: ServedDeployment, phase: Phase, ranks: int) -> None:
