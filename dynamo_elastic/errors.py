@@ -34,11 +34,17 @@
     - NotQuiescent             the process holds what an image must not; carries .findings
     - ImagerError              CRIU failed; carries .argv, .returncode and .log_tail
       . PidClash               a pid of the image is taken in the namespace; carries .pid
+    - CudaError                the driver refused or failed; carries .pid, .operation, .code, .name
+                               and .state, in which the process is left
+      . CudaTimeout            no answer in time; .state None: the process was killed
+    - GpuMemoryShort           too little is free; nothing was tried; carries .uuid, .needed_bytes
+                               and .free_bytes
+    - ProcessesLost            processes between two states, killed; carries .states (pid -> last)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class ElasticError(Exception):
@@ -248,3 +254,47 @@ class PidClash(ImagerError):
     def __init__(self, argv: Sequence[str], returncode: int, log_tail: str, *, pid: int) -> None:
         super().__init__(argv, returncode, log_tail)
         self.pid = pid
+
+
+class CudaError(SnapshotError):
+    """The CUDA driver refused or failed an operation on a process, which is left in `state`; None:
+    it is gone, or nobody knows. `code` and `name` are the driver's (0 and '' if it never answered).
+    """
+
+    def __init__(
+        self, operation: str, pid: int, *, code: int, name: str, state: str | None, why: str = ""
+    ) -> None:
+        left = f"it is left {state}" if state else "its state is not known"
+        super().__init__(f"CUDA {operation} of process {pid}: {why or name}; {left}")
+        self.operation = operation
+        self.pid = pid
+        self.code = code
+        self.name = name
+        self.state = state
+
+
+class CudaTimeout(CudaError):
+    """The operation did not end before its deadline. A process that could not be locked runs on;
+    one whose call did not return was killed, which is the only way to end the call."""
+
+
+class GpuMemoryShort(SnapshotError):
+    """A GPU has too little free memory for what is to come back; nothing was tried."""
+
+    def __init__(self, uuid: str, *, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"{uuid} has {free_bytes} bytes free, {needed_bytes} are needed: end what uses it"
+        )
+        self.uuid = uuid
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+class ProcessesLost(SnapshotError):
+    """Processes stood between two states when one of them failed; they were killed. `states`: pid
+    -> the last one known."""
+
+    def __init__(self, states: Mapping[int, str], cause: str) -> None:
+        shown = ", ".join(f"{pid} ({state})" for pid, state in states.items())
+        super().__init__(f"killed processes {shown}: {cause}")
+        self.states = dict(states)

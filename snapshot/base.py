@@ -1,4 +1,5 @@
-"""The seams of snapshots (imager, namespace), their value types and their two state machines."""
+"""The seams of snapshots (imager, namespace, CUDA driver, GPU inventory), their value types and
+their state machines."""
 
 from __future__ import annotations
 
@@ -95,6 +96,118 @@ class Imager(Protocol):
         self, directory: Path, namespace: Namespace, *, work_dir: Path, timeout_s: float
     ) -> ProcessRef:
         """The process runs again, under its old pids, as a child of the namespace's first."""
+        ...
+
+
+class CudaState(StrEnum):
+    """Where a process that holds CUDA stands, as the driver says it."""
+
+    RUNNING = "running"
+    LOCKED = "locked"
+    CHECKPOINTED = "checkpointed"
+    FAILED = "failed"
+    CHECKPOINTING = "checkpointing"
+    RESTORING = "restoring"
+
+
+class CudaOperation(StrEnum):
+    """What can be asked of a process that holds CUDA."""
+
+    LOCK = "lock"
+    CHECKPOINT = "checkpoint"
+    RESTORE = "restore"
+    UNLOCK = "unlock"
+
+
+CUDA_MOVES: Mapping[tuple[CudaState, CudaOperation], CudaState] = {
+    (CudaState.RUNNING, CudaOperation.LOCK): CudaState.LOCKED,
+    (CudaState.LOCKED, CudaOperation.CHECKPOINT): CudaState.CHECKPOINTED,
+    (CudaState.CHECKPOINTED, CudaOperation.RESTORE): CudaState.LOCKED,
+    (CudaState.LOCKED, CudaOperation.UNLOCK): CudaState.RUNNING,
+}
+"""Any other is refused. Checkpointing and restoring come with custom storage, which we don't use:
+they can be seen, not left."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaCapabilities:
+    """What the driver here can do, by the symbols that it has. `version`: of CUDA, 13000 is 13.0;
+    for people to read only."""
+
+    version: int
+    checkpoint: bool
+    gpu_map: bool
+    """A process can be restored onto other GPUs than it came from."""
+    custom_storage: bool
+
+
+class CudaDriver(Protocol):
+    """CUDA state of other processes, by their pid in our namespace. Calls may run side by side.
+
+    Raises CudaError, whose `state` says where the process is left; CudaTimeout if the deadline
+    passed (a process whose call did not return has been killed); ResourceMissing without a driver.
+    """
+
+    def capabilities(self) -> CudaCapabilities: ...
+
+    def holds_cuda(self, pid: int) -> bool:
+        """True if it has CUDA initialised."""
+        ...
+
+    def state(self, pid: int) -> CudaState: ...
+
+    def lock(self, pid: int, *, timeout_s: float) -> None:
+        """From running to locked; its CUDA calls wait from now on."""
+        ...
+
+    def checkpoint(self, pid: int, *, timeout_s: float) -> None:
+        """From locked to checkpointed: device memory is in host memory, the GPU is released. It
+        does not prove that it can be restored."""
+        ...
+
+    def restore(
+        self, pid: int, *, gpu_map: Mapping[str, str] | None = None, timeout_s: float
+    ) -> None:
+        """From checkpointed to locked. `gpu_map`: uuid of each GPU of the host at the checkpoint ->
+        the one to take its place, a full permutation; None: each its own."""
+        ...
+
+    def unlock(self, pid: int, *, timeout_s: float) -> None:
+        """From locked to running."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GpuInfo:
+    """One GPU of this host. `index`: the driver's (NVML's) order, which CUDA's need not be."""
+
+    uuid: str
+    """Like 'GPU-00112233-4455-6677-8899-aabbccddeeff'."""
+    index: int
+    name: str
+    compute_capability: str
+    """Like '9.0'."""
+    pci_bus_id: str
+    driver_version: str
+    total_bytes: int
+    free_bytes: int
+
+
+class GpuInventory(Protocol):
+    """The GPUs of this host and who uses them. Raises ResourceMissing if the driver is gone."""
+
+    def gpus(self) -> tuple[GpuInfo, ...]:
+        """All of them by index; () on a host without a GPU or driver."""
+        ...
+
+    def used_bytes(self, pid: int) -> int | None:
+        """Device memory of that process on all GPUs; None if the driver does not list it: it holds
+        none, or goes by another pid there."""
+        ...
+
+    def devices_of(self, pid: int) -> tuple[str, ...]:
+        """Uuids of the GPUs that really hold its memory, whatever it says itself; () like None of
+        used_bytes()."""
         ...
 
 
