@@ -25,6 +25,8 @@
   + TransferError              a memory transfer failed; carries .remote and .bytes_done
     - TransferTimeout          it made no progress before its deadline
     - DigestMismatch           bytes arrived, but not the right ones; carries .regions
+  + DeviceMemoryError          the driver refused a call on our own GPU memory; carries .call, .name
+    - DeviceMemoryFull         the GPU has too little; carries .needed_bytes and .free_bytes
   + PeerLost                   an expert-parallel peer went away; carries .ranks
   + SnapshotError
     - SnapshotNotFound
@@ -196,6 +198,30 @@ class DigestMismatch(TransferError):
         shown = ", ".join(list(regions)[:3])
         super().__init__(f"digest mismatch in {len(regions)} regions ({shown})", remote=remote)
         self.regions = tuple(regions)
+
+
+class DeviceMemoryError(ElasticError):
+    """The CUDA driver refused a call on this process's own GPU memory; `name` is the driver's."""
+
+    def __init__(self, call: str, name: str, why: str = "") -> None:
+        super().__init__(f"{call}: {why or name}")
+        self.call = call
+        self.name = name
+
+
+class DeviceMemoryFull(DeviceMemoryError):
+    """A GPU has too little free memory for what was asked; nothing was taken."""
+
+    def __init__(self, device: int, *, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            "cuMemCreate",
+            "CUDA_ERROR_OUT_OF_MEMORY",
+            f"device {device} has {free_bytes} bytes free, {needed_bytes} more are needed: "
+            "end what uses it",
+        )
+        self.device = device
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
 
 
 class PeerLost(ElasticError):
