@@ -24,10 +24,16 @@
     - EngineGone               its process or socket went away
   + TransferError              a memory transfer failed; carries .remote and .bytes_done
     - TransferTimeout          it made no progress before its deadline
+    - TransferTooSlow          it fell below its floor: it has left NVLink; carries .gbps
     - DigestMismatch           bytes arrived, but not the right ones; carries .regions
   + DeviceMemoryError          the driver refused a call on our own GPU memory; carries .call, .name
     - DeviceMemoryFull         the GPU has too little; carries .needed_bytes and .free_bytes
   + PeerLost                   an expert-parallel peer went away; carries .ranks
+    - PeerUnreachable          it could not be connected; serving goes on without it
+  + BufferMisused              a call broke a rule of an expert buffer; refused; carries .remedy
+  + RebindError                CUDA graphs can't be made to use another buffer; capture them again
+    - RebindRefused            found out before anything was written: the graphs are as they were
+    - RebindFailed             the graphs are a mix, or compute wrong results: never replay them
   + SnapshotError
     - SnapshotNotFound
     - SnapshotInUse            somebody holds the snapshot or the catalog; nothing was changed
@@ -191,6 +197,14 @@ class TransferTimeout(TransferError):
     """A transfer made no progress before its deadline; late bytes may still land."""
 
 
+class TransferTooSlow(TransferError):
+    """A transfer fell below its floor, so it has left NVLink; late bytes may still land."""
+
+    def __init__(self, message: str, *, remote: str, bytes_done: int, gbps: float) -> None:
+        super().__init__(f"{message}: {gbps:.2f} GB/s", remote=remote, bytes_done=bytes_done)
+        self.gbps = gbps
+
+
 class DigestMismatch(TransferError):
     """Bytes arrived, but not the right ones."""
 
@@ -230,6 +244,35 @@ class PeerLost(ElasticError):
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(f"lost expert-parallel peers {sorted(ranks)}")
         self.ranks = frozenset(ranks)
+
+
+class PeerUnreachable(PeerLost):
+    """Expert-parallel peers could not be connected; ranks that serve already go on without them."""
+
+    def __init__(self, ranks: Sequence[int], why: str) -> None:
+        super().__init__(ranks)
+        self.args = (f"expert-parallel peers {sorted(ranks)} are not reachable: {why}",)
+        self.why = why
+
+
+class BufferMisused(ElasticError):
+    """A call broke a rule of an expert buffer; it was refused and nothing was changed."""
+
+    def __init__(self, message: str, *, remedy: str) -> None:
+        super().__init__(f"{message}: {remedy}")
+        self.remedy = remedy
+
+
+class RebindError(ElasticError):
+    """CUDA graphs can't be made to use another buffer. The remedy is to capture them again."""
+
+
+class RebindRefused(RebindError):
+    """Found out before anything was written: the graphs are as they were, for the old buffer."""
+
+
+class RebindFailed(RebindError):
+    """The graphs are a mix of two buffers, or compute wrong results: never replay them."""
 
 
 class SnapshotError(ElasticError):
