@@ -43,6 +43,15 @@ def seen() -> dict[str, dict[str, int]]:
     return {"mapped_bytes": dict(mapped), "descriptors": dict(held), "threads": dict(threads)}
 
 
+def pids_of_nvml() -> set[int]:
+    """Pids of compute processes as NVML names them."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    return {p.pid for h in handles for p in pynvml.nvmlDeviceGetComputeRunningProcesses(h)}
+
+
 def managed(report: Report) -> None:
     """Managed memory, then none."""
     address = check(driver.cuMemAllocManaged(MANAGED_BYTES, 1))
@@ -79,6 +88,7 @@ def body(report: Report) -> None:
     torch.zeros(4, device="cuda")
     torch.cuda.synchronize()
     report.note("plain", seen())
+    report.metric("nvml_names_own_pid", os.getpid() in pids_of_nvml())
     for step in (managed, nccl, nixl):
         report.attempt(step.__name__, step)
     uvm = {
