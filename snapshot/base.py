@@ -205,9 +205,9 @@ class GpuInventory(Protocol):
         none, or goes by another pid there."""
         ...
 
-    def devices_of(self, pid: int) -> tuple[str, ...]:
-        """Uuids of the GPUs that really hold its memory, whatever it says itself; () like None of
-        used_bytes()."""
+    def devices_of(self, pid: int) -> Mapping[str, int | None]:
+        """Uuid of each GPU that really holds memory of that process, whatever it says itself ->
+        bytes, None if not told; {} like None of used_bytes()."""
         ...
 
 

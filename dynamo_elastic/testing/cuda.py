@@ -144,8 +144,8 @@ class FakeGpuHost:
         devices = self._listed(pid)
         return sum(devices.values()) if devices else None
 
-    def devices_of(self, pid: int) -> tuple[str, ...]:
-        return tuple(self._listed(pid))
+    def devices_of(self, pid: int) -> Mapping[str, int | None]:
+        return dict(self._listed(pid))
 
     def _listed(self, pid: int) -> dict[str, int]:
         process = self.processes.get(pid)
