@@ -3,7 +3,8 @@
 An engine is one process. It boots detached: no topology, no sockets, no NIXL agent. Warm and
 quiescent it writes `detached.json` into its control directory and polls for `attach.json`. That
 file is its way into life, after a boot and after a restore alike: it takes its new identity from
-it, makes its agent, proves itself with one step, and serves calls on `engine.sock`.
+it, makes its agent, proves itself with one step, and serves calls on `engine.sock`. Told to
+detach(), it goes back to where it was after the boot, and can be attached again.
 """
 
 from __future__ import annotations
@@ -203,6 +204,13 @@ class Engine(Protocol):
         All ranks still step on the old group after this, though the epoch was decided; but once
         the switch was announced to the other ranks it is made: raises EngineError, as for any
         epoch in force."""
+        ...
+
+    async def detach(self) -> None:
+        """Give the identity up. The engine answers; then it ends its groups, agents, threads and
+        socket, drops weights and keys, and takes back the environment it had. When nothing of this
+        life is left it writes `detached.json` anew and polls for `attach.json`. Raises EngineError,
+        and changes nothing, unless the engine is ATTACHED or LEFT."""
         ...
 
     async def submit(self, request: Request) -> None:

@@ -122,6 +122,9 @@ class EngineClient:
     async def abort_epoch(self, epoch: Epoch) -> None:
         await self._do("abort_epoch", epoch=epoch)
 
+    async def detach(self) -> None:
+        await self._do("detach")
+
     async def submit(self, request: Request) -> None:
         await self._do("submit", request=request)
 

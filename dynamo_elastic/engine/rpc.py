@@ -29,6 +29,7 @@ CALLS = (
     "readmit",
     "disconnect",
     "abort_epoch",
+    "detach",
     "submit",
     "cancel",
 )

@@ -249,6 +249,12 @@ class FakeEngine:
             raise EngineError(f"epoch {epoch} is in force")
         self._drop(epoch)
 
+    async def detach(self) -> None:
+        await self._enter("detach")
+        if self.state not in (EngineState.ATTACHED, EngineState.LEFT):
+            raise EngineError(f"the rank is {self.state.value}: it has to leave its group first")
+        self.die()
+
     async def submit(self, request: Request) -> None:
         await self._enter("submit")
         self._require_serving()

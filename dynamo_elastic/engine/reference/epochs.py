@@ -273,6 +273,13 @@ class Epochs:
         self._in_loop(lambda: self._loop.disconnect(epoch))
         self._forget_strangers()
 
+    def close(self) -> None:
+        """After the loop has ended: no group, no peer and no agent is left."""
+        for group in self._opened.values():
+            group.close()
+        self._opened.clear()
+        self._own.close()
+
     def _forget_strangers(self) -> None:
         memberships = [m for m in (self._loop.current, self._loop.pending) if m is not None]
         self._own.keep_only({w for m in memberships for w in m.topology.worker_ids})

@@ -77,6 +77,7 @@ class StepLoop:
         self._go = False
         self._commit = Epoch(0)
         self._round_ended_s = time.monotonic()
+        self._over = False
 
     @property
     def state(self) -> EngineState:
@@ -87,8 +88,8 @@ class StepLoop:
         return EngineState.LEFT if self.old is not None else EngineState.ATTACHED
 
     def run(self) -> None:
-        """Step for ever."""
-        while True:
+        """Step until detach()."""
+        while not self._over:
             # An idle rank waits for something to come; a busy one takes what is there.
             busy = self._go or self._commit or self.scheduler.busy
             self.calls.run(wait_s=0.0 if self.current is not None and busy else IDLE_S)
@@ -271,6 +272,16 @@ class StepLoop:
         outputs = self.scheduler.end(finish, longer_than=longer_than)
         self._send(outputs)
         return len(outputs)
+
+    def detach(self) -> None:
+        """Close the group that this rank left; run() ends. Raises EngineError of a rank that is in
+        a group, or about to be."""
+        if self.state not in (EngineState.ATTACHED, EngineState.LEFT):
+            raise EngineError(f"the rank is {self.state.value}: it has to leave its group first")
+        if self.old is not None:
+            self.old.group.close()
+            self.old = None
+        self._over = True
 
     def cancel(self, request_id: str) -> None:
         self._send(self.scheduler.cancel(request_id))

@@ -158,6 +158,9 @@ class ReferenceEngine:
         self._epochs.interrupt(epoch)
         await self._prepare(lambda: self._epochs.abort(epoch))
 
+    async def detach(self) -> None:
+        await self._in_loop(self._loop.detach)
+
     async def submit(self, request: Request) -> None:
         await self._in_loop(lambda: self._loop.submit(request))
 
@@ -170,4 +173,5 @@ class ReferenceEngine:
                 yield output
 
     async def close(self) -> None:
-        """Nothing to close: the engine lives as long as its process."""
+        """Nobody prepares epochs any more."""
+        self._worker.shutdown()

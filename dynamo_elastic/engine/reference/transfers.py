@@ -57,6 +57,11 @@ class Transfers:
         for worker_id in self._peers.keys() - set(workers):
             self._agent.remove_remote(self._peers.pop(worker_id).agent_name)
 
+    def close(self) -> None:
+        """Forget all peers and end the agent: nobody can write here any more."""
+        self.keep_only(())
+        self._agent.close()
+
     def write(self, chunks: Sequence[Chunk]) -> int:
         """Write `chunks` into their targets' arenas; the number of bytes.
 

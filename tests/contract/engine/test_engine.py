@@ -13,7 +13,7 @@ from dynamo_elastic.engine.base import Engine, EngineState, Finish, Output, Requ
 from dynamo_elastic.engine.client import EngineClient
 from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.engine.rpc import OUTPUTS, handlers, lines
-from dynamo_elastic.errors import EngineError
+from dynamo_elastic.errors import EngineError, EngineGone
 from dynamo_elastic.ipc import RpcServer
 from dynamo_elastic.testing.engine import FakeEngine
 from dynamo_elastic.testing.engine_process import SMALL_SHAPE, EngineProcess, engine_config
@@ -134,6 +134,25 @@ async def bring_up(engine: Engine, epoch: int = 1) -> None:
     await engine.load_weights(topology.members[0].experts)
     await engine.decide(topology.epoch)
     await engine.wait_switched(topology.epoch, timeout_s=TIMEOUT_S)
+
+
+def test_detached_engine_is_gone_for_its_shell(make: Make, tmp_path: Path) -> None:
+    async def scenario(subject: Subject) -> None:
+        await subject.engine.detach()
+        with pytest.raises(EngineGone):
+            await subject.engine.status()
+
+    run(make, tmp_path, scenario)
+
+
+def test_member_of_a_group_is_not_detached(make: Make, tmp_path: Path) -> None:
+    async def scenario(subject: Subject) -> None:
+        await bring_up(subject.engine)
+        with pytest.raises(EngineError, match="leave its group first"):
+            await subject.engine.detach()
+        assert (await subject.engine.status()).state is EngineState.SERVING
+
+    run(make, tmp_path, scenario)
 
 
 def test_life(make: Make, tmp_path: Path) -> None:
