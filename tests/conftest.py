@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -30,10 +31,28 @@ _NEEDS: dict[str, Callable[[], str | None]] = {
 }
 
 
+@functools.cache
+def _gpus() -> int:
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _too_few_gpus(marker: pytest.Mark) -> str | None:
+    wanted, found = marker.args[0], _gpus()
+    return f"needs {wanted} CUDA devices, found {found}" if found < wanted else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing: dict[str, str | None] = {}
     for item in items:
         for marker in item.iter_markers():
+            if marker.name == "gpu":
+                too_few = _too_few_gpus(marker)
+                if too_few is not None:
+                    item.add_marker(pytest.mark.skip(reason=too_few))
             if marker.name in _NEEDS:
                 if marker.name not in missing:
                     missing[marker.name] = _NEEDS[marker.name]()

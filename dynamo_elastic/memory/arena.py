@@ -40,6 +40,21 @@ def layout(sizes: Iterable[tuple[str, int]], *, align_bytes: int = ALIGN_BYTES) 
     return regions
 
 
+def typed_view(
+    block: torch.Tensor, region: Region, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    """`region` of `block` (uint8) as a tensor, not copied. Raises ValueError if the size does not
+    fit."""
+    wanted = torch.Size(shape).numel() * dtype.itemsize
+    if wanted != region.size_bytes:
+        raise ValueError(
+            f"region {region.name} has {region.size_bytes} bytes, "
+            f"{dtype} of shape {tuple(shape)} needs {wanted}"
+        )
+    end = region.offset + region.size_bytes
+    return block[region.offset : end].view(dtype).view(*shape)
+
+
 class HostArena:
     """Memory for `regions`; it lives until the arena and every tensor of it are gone.
 
@@ -75,14 +90,7 @@ class HostArena:
 
     def tensor(self, region: Region, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """`region` as a tensor, not copied. Raises ValueError if the size does not fit."""
-        wanted = torch.Size(shape).numel() * dtype.itemsize
-        if wanted != region.size_bytes:
-            raise ValueError(
-                f"region {region.name} has {region.size_bytes} bytes, "
-                f"{dtype} of shape {tuple(shape)} needs {wanted}"
-            )
-        end = region.offset + region.size_bytes
-        return self._bytes[region.offset : end].view(dtype).view(*shape)
+        return typed_view(self._bytes, region, dtype, shape)
 
     def view(self, region: Region) -> memoryview:
         """The bytes of `region`, writable, not copied."""
@@ -91,6 +99,9 @@ class HostArena:
     def discard(self) -> None:
         """Give the pages back: contents are zero after this, addresses and tensors stay valid."""
         self._map.madvise(mmap.MADV_DONTNEED)
+
+    def populate(self) -> None:
+        """Nothing to do: pages come when they are written to."""
 
     def resident_bytes(self) -> int:
         """How much of the block holds pages, in memory or swapped out."""
