@@ -1,15 +1,43 @@
-"""One deployment's settings: the YAML of `serve -f`, validated with all faults listed at once."""
+"""One deployment's settings: a YAML file, DYN_ELASTIC_* variables and --elastic-* flags.
+
+Flag before variable before file before default, for every process and command alike; all faults
+are listed at once. A string under a setting is its documentation: docs/reference/config.md, the
+JSON schema and `--help` are made of it.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dynamo_elastic.config_sources import (
+    CrossFaults,
+    Layer,
+    Resolved,
+    from_environment,
+    from_mapping,
+    from_yaml,
+    resolve,
+    settings_of,
+)
 from dynamo_elastic.errors import ConfigError
 from dynamo_elastic.topology import EngineShape, ScaleLimits, refusal
+
+CONFIG_VARIABLE = "DYN_ELASTIC_CONFIG"
+SLOT_VARIABLE = "DYN_ELASTIC_SLOT"
+OTHER_VARIABLES = (CONFIG_VARIABLE, SLOT_VARIABLE)
+"""Twins of flags that are no settings of a deployment."""
+
+FLAGS: ContextVar[Layer] = ContextVar("flags", default=MappingProxyType({}))
+"""The --elastic-* flags of this command; set by its main(), once."""
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
@@ -17,7 +45,9 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$")]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, frozen=True, use_attribute_docstrings=True
+    )
 
 
 class ModelConfig(_Section):
@@ -37,7 +67,9 @@ class EngineConfig(_Section):
     batch_tokens: int = Field(default=8, ge=1, le=256)
     """Tokens of a step: decodes first, then prefill."""
     max_context: int = Field(default=256, ge=16)
+    """Tokens of a request at most, prompt and answer together."""
     kv_blocks: int = Field(default=256, ge=1)
+    """Blocks of a rank's KV cache, 16 tokens each."""
     peer_timeout_s: Seconds = 5.0
     """A peer that is silent for so long in a step is masked."""
 
@@ -46,16 +78,23 @@ class ScaleConfig(_Section):
     """Legal widths and time limits of scale operations."""
 
     initial_ranks: int = Field(ge=1)
+    """Ranks to boot with."""
     min_ranks: int = Field(default=1, ge=1)
+    """No target below this is legal."""
     max_ranks: int = Field(ge=1)
+    """No target above this is legal. One GPU slot and one worker shell for each."""
     multiple_of: int = Field(default=1, ge=1)
+    """A legal width is a multiple of this."""
     step_timeout_s: Seconds = 30.0
     """Deadline of one step of one participant, restore excepted."""
     restore_timeout_s: Seconds = 120.0
+    """Deadline of a joiner's engine, from image or cold, until it reports in."""
     drain_timeout_s: Seconds = 10.0
+    """Time that a leaver has to let short requests finish."""
     short_tokens: int = Field(default=8, ge=0)
     """A leaver lets requests with at most so many tokens to go finish; the others move."""
     lease_ttl_s: int = Field(default=5, ge=2, le=60)
+    """A process that is silent for so long counts as dead: coordinator, shell, Dynamo instance."""
     operation_timeout_s: Seconds = 300.0
     """Deadline of a whole operation: it aborts before COMMIT, and stops moving experts after it."""
     slots_timeout_s: Seconds = 120.0
@@ -67,6 +106,13 @@ class ScaleConfig(_Section):
     def limits(self) -> ScaleLimits:
         return ScaleLimits(self.min_ranks, self.max_ranks, self.multiple_of)
 
+    @model_validator(mode="after")
+    def _cross_checks(self) -> ScaleConfig:
+        faults = _scale_faults(self)
+        if faults:
+            raise CrossFaults(faults)
+        return self
+
 
 class SnapshotConfig(_Section):
     """Images of warm engines."""
@@ -74,6 +120,7 @@ class SnapshotConfig(_Section):
     enabled: bool = True
     """Without images every joiner boots cold."""
     catalog: Path = Path("/var/lib/dynamo-elastic/images")
+    """Directory of the images; of root, 0700."""
     create_missing: bool = True
     """Make images for slots that have none before serving."""
     max_images_per_slot: int = Field(default=1, ge=1, le=100)
@@ -90,8 +137,11 @@ class EtcdConfig(_Section):
     """The store. With `start`, serve runs its own etcd on loopback."""
 
     start: bool = True
+    """`serve` starts an etcd of its own on loopback, for one machine."""
     port: Port = 2379
+    """Client port of that etcd."""
     peer_port: Port = 2380
+    """Its peer port."""
     endpoints: tuple[str, ...] = ()
     """Of an etcd that exists already; then `start` must be false."""
 
@@ -99,13 +149,22 @@ class EtcdConfig(_Section):
     def urls(self) -> tuple[str, ...]:
         return self.endpoints or (f"http://127.0.0.1:{self.port}",)
 
+    @model_validator(mode="after")
+    def _cross_checks(self) -> EtcdConfig:
+        if self.endpoints and self.start:
+            raise CrossFaults(["etcd.endpoints: an etcd exists already; set etcd.start to false"])
+        return self
+
 
 class FrontendConfig(_Section):
     """Dynamo's OpenAI frontend."""
 
     enabled: bool = True
+    """`serve` starts the frontend."""
     host: str = "127.0.0.1"
+    """Address that it listens on."""
     port: Port = 8000
+    """Port of the OpenAI API."""
     migration_limit: int = Field(default=10, ge=0)
     """How often a stream may move to another rank over its life, scale-downs and deaths alike."""
 
@@ -114,10 +173,40 @@ class PlannerConfig(_Section):
     """Dynamo's planner, deciding in its `virtual` environment."""
 
     enabled: bool = True
+    """`serve` starts the planner, and its decisions are targets."""
     control_port: Port = 9086
+    """Port of its control API, on loopback."""
     interval_s: int = Field(default=2, ge=1)
+    """It looks at the load this often."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """More planner settings, passed on as they are."""
+
+
+class ApiConfig(_Section):
+    """HTTP API of every coordinator: docs/http-api.md."""
+
+    host: str = "127.0.0.1"
+    """Address that it listens on; one that others can reach needs a token_file."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0: no API."""
+    token_file: Path | None = None
+    """File with the bearer token that requests must carry; yours alone (0600)."""
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> ApiConfig:
+        if 0 < self.port < 1024:
+            raise CrossFaults(["coordinator.api.port: must be 0, or 1024 to 65535"])
+        if self.port and self.token_file is None and self.host not in LOOPBACK:
+            reached = f"{self.host} can be reached by others"
+            remedy = "name a file with a token, or listen on 127.0.0.1"
+            raise CrossFaults([f"coordinator.api.token_file: is required: {reached}; {remedy}"])
+        return self
+
+
+class CoordinatorConfig(_Section):
+    """The coordinators; any number may run, one leads."""
+
+    api: ApiConfig = ApiConfig()
 
 
 class DeploymentConfig(_Section):
@@ -130,6 +219,7 @@ class DeploymentConfig(_Section):
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
     scale: ScaleConfig
+    coordinator: CoordinatorConfig = CoordinatorConfig()
     snapshot: SnapshotConfig = SnapshotConfig()
     etcd: EtcdConfig = EtcdConfig()
     frontend: FrontendConfig = FrontendConfig()
@@ -151,18 +241,22 @@ class DeploymentConfig(_Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> DeploymentConfig:
-        faults = [*_port_faults(self), *_scale_faults(self.scale)]
-        if self.etcd.endpoints and self.etcd.start:
-            faults.append("etcd.endpoints: an etcd exists already; set etcd.start to false")
+        faults = _port_faults(self)
         if faults:
-            raise ConfigError(faults)
+            raise CrossFaults(faults)
         return self
+
+
+SETTINGS = settings_of(DeploymentConfig)
+"""Every setting by key."""
 
 
 def _port_faults(config: DeploymentConfig) -> list[str]:
     used = {"frontend.port": config.frontend.port} if config.frontend.enabled else {}
     if config.planner.enabled:
         used["planner.control_port"] = config.planner.control_port
+    if config.coordinator.api.port:
+        used["coordinator.api.port"] = config.coordinator.api.port
     if config.etcd.start:
         used |= {"etcd.port": config.etcd.port, "etcd.peer_port": config.etcd.peer_port}
     seen: dict[int, str] = {}
@@ -196,37 +290,34 @@ def _scale_faults(scale: ScaleConfig) -> list[str]:
     return faults
 
 
-def load_config(path: Path) -> DeploymentConfig:
-    """Read and check a deployment YAML. Raises ConfigError with every fault, field and remedy.
+def load_config(path: Path, flags: Layer | None = None) -> DeploymentConfig:
+    """The settings of `path`, DYN_ELASTIC_* and --elastic-* flags. Raises ConfigError with every
+    fault, its source and its remedy.
 
-    Relative paths in it are relative to the current directory.
+    Relative paths in them are relative to the current directory.
     """
+    return resolve_config(path, os.environ, FLAGS.get() if flags is None else flags).config
+
+
+def resolve_config(
+    path: Path, environ: Mapping[str, str], flags: Layer
+) -> Resolved[DeploymentConfig]:
+    """The settings in force and where each comes from. Raises ConfigError like load_config()."""
     try:
-        raw = yaml.safe_load(path.read_text())
+        text = path.read_text()
     except OSError as exc:
         raise ConfigError([f"{path}: can't be read ({exc.strerror}); check the path"]) from exc
-    except yaml.YAMLError as exc:
-        raise ConfigError([f"{path}: not YAML: {' '.join(str(exc).split())}"]) from exc
-    if not isinstance(raw, dict):
-        raise ConfigError([f"{path}: must be a mapping of settings, see examples/local.yaml"])
-    return parse_config(raw)
+    except UnicodeDecodeError as exc:
+        raise ConfigError([f"{path}: not YAML: not UTF-8 ({exc.reason})"]) from exc
+    file = from_yaml(text, path.name, SETTINGS)
+    layers = (file, from_environment(environ, SETTINGS, OTHER_VARIABLES), flags)
+    return resolve(DeploymentConfig, layers, SETTINGS)
 
 
 def parse_config(raw: dict[str, Any]) -> DeploymentConfig:
-    """Check settings that are already a mapping. Raises ConfigError like load_config()."""
-    try:
-        return DeploymentConfig.model_validate(raw)
-    except ValidationError as exc:
-        raise ConfigError([_fault(dict(e)) for e in exc.errors()]) from exc
-
-
-def _fault(error: dict[str, Any]) -> str:
-    where = ".".join(str(p) for p in error["loc"]) or "(top level)"
-    if error["type"] == "extra_forbidden":
-        return f"{where}: unknown setting; remove it or correct the spelling"
-    if error["type"] == "missing":
-        return f"{where}: is required; add it"
-    return f"{where}: {error['msg'].lower()}, got {error['input']!r}"
+    """Check settings that are already a mapping, and nothing else. Raises ConfigError like
+    load_config()."""
+    return resolve(DeploymentConfig, [from_mapping(raw, SETTINGS)], SETTINGS).config
 
 
 def engine_shape(config: DeploymentConfig, num_experts: int) -> EngineShape:

@@ -48,6 +48,13 @@ def test_the_example_is_valid() -> None:
         ({"snapshot": {"max_age_s": 0}}, "snapshot.max_age_s", "got 0"),
         ({"snapshot": {"quarantine_s": -1}}, "snapshot.quarantine_s", "got -1"),
         ({"snapshot": {"parked": 2}}, "snapshot.parked", "unknown setting"),
+        ({"coordinator": {"api": {"port": 80}}}, "coordinator.api.port", "0, or 1024"),
+        (
+            {"coordinator": {"api": {"port": 9087, "host": "0.0.0.0"}}},
+            "coordinator.api.token_file",
+            "is required",
+        ),
+        ({"coordinator": {"api": {"port": 8000}}}, "coordinator.api.port", "is also frontend.port"),
         ({"etcd": {"endpoints": ["http://127.0.0.1:1"]}}, "etcd.endpoints", "etcd.start to false"),
     ],
 )
@@ -59,7 +66,7 @@ def test_one_fault_names_its_field(change: dict[str, Any], field: str, says: str
 
 def test_all_faults_come_at_once() -> None:
     found = faults({"deployment": "", "typo": 1, "frontend": {"port": "x"}})
-    assert [f.split(":")[0] for f in found] == ["deployment", "frontend.port", "typo"]
+    assert sorted(f.split(":")[0] for f in found) == ["deployment", "frontend.port", "typo"]
 
 
 def test_a_disabled_part_takes_no_port() -> None:
@@ -68,7 +75,12 @@ def test_a_disabled_part_takes_no_port() -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("[1, 2]", "must be a mapping"), ("a: [", "not YAML"), (None, "can't be read")],
+    [
+        ("[1, 2]", "must be a mapping"),
+        ("a: [", "not YAML"),
+        ("deployment: a\ndeployment: b", r"is there twice; remove one \(x\.yaml:1 and 2\)"),
+        (None, "can't be read"),
+    ],
 )
 def test_a_file_that_is_no_config(tmp_path: Path, text: str | None, says: str) -> None:
     path = tmp_path / "x.yaml"
