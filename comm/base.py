@@ -1,13 +1,17 @@
-"""The seams to NIXL (memory transfers) and NIXL EP (expert-parallel groups)."""
+"""The seams to memory transfers, expert-parallel groups on the host, and expert buffers on GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from dynamo_elastic.comm.expert_rules import BufferShape, PeerState
 from dynamo_elastic.types import Epoch, Rank
+
+if TYPE_CHECKING:
+    import torch
 
 
 class MemoryKind(StrEnum):
@@ -125,4 +129,117 @@ class ExpertGroup(Protocol):
 
     def close(self) -> None:
         """Let go of every peer. Idempotent; an exchange that is blocked then raises PeerLost."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """What a dispatch brought to this rank's experts.
+
+    `tokens` is bf16 [experts_per_rank, capacity * max_tokens, hidden], of which the first
+    `counts[e]` rows (int32 [experts_per_rank]) of expert e are tokens and the rest is garbage. Both
+    lie in the buffer's own memory: they hold until the next but one dispatch or combine.
+    """
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    handle: object
+    """For combine()."""
+
+
+class ExpertBuffer(Protocol):
+    """Dispatch and combine of one rank over the ranks that it is connected to, on the GPU.
+
+    Built for a capacity and a rank, for good. A fresh buffer has no peers and serves alone. Peers
+    are connected while it serves, masked; activated at a step boundary, all ranks at the same one;
+    deactivated, disconnected. `expert_rules` has the states and the rules; a call that breaks one
+    raises BufferMisused with nothing changed.
+
+    One thread serves (dispatch, combine, masked, activate, deactivate); connect() and disconnect()
+    may run beside it in one other thread, but not while a CUDA graph is captured.
+    """
+
+    @property
+    def rank(self) -> Rank: ...
+
+    @property
+    def shape(self) -> BufferShape: ...
+
+    @property
+    def states(self) -> Mapping[Rank, PeerState]:
+        """Of every other rank of the capacity."""
+        ...
+
+    @property
+    def parity(self) -> int:
+        """Which half of the double buffer the next dispatch or combine uses: 0 or 1."""
+        ...
+
+    @property
+    def memory(self) -> Span:
+        """The memory that peers write into."""
+        ...
+
+    def metadata(self) -> bytes:
+        """What a peer's connect() needs. The caller carries it, under keys of one epoch."""
+        ...
+
+    def connect(self, peers: Mapping[Rank, bytes], *, timeout_s: float) -> None:
+        """Map `peers`, given by their metadata, and leave them masked. Both sides must call it at
+        about the same time. Serving goes on meanwhile.
+
+        Raises PeerUnreachable: the peers are broken; if it took all of `timeout_s`, this buffer
+        also can't change its connections any more, but serves on with the peers that it has.
+        """
+        ...
+
+    def activate(self, ranks: Collection[Rank]) -> None:
+        """Let connected peers take part from the next layer on; they must do the same."""
+        ...
+
+    def deactivate(self, ranks: Collection[Rank]) -> None:
+        """Leave active peers out from the next layer on; they must do the same."""
+        ...
+
+    def disconnect(self, ranks: Collection[Rank]) -> None:
+        """Unmap peers that are masked. Waits for the device."""
+        ...
+
+    def masked(self) -> frozenset[Rank]:
+        """Peers that the device has timed out so far. Waits for the steps launched so far; read it
+        after every step, and throw away the tokens of a step after which it grew. Other ranks may
+        see another set."""
+        ...
+
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
+        """Send bf16 tokens `x` [n, hidden], n <= max_tokens, to the ranks of their experts
+        `topk_ids` [n, top_k] (ids of `topk_dtype`; -1 is none), and take what the peers sent."""
+        ...
+
+    def staging(self, dispatched: Dispatched) -> torch.Tensor:
+        """Where the next combine() can take its input from without copying it; of the shape of
+        `dispatched.tokens`."""
+        ...
+
+    def combine(
+        self,
+        results: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        dispatched: Dispatched,
+        *,
+        out: torch.Tensor,
+        staged: bool = False,
+    ) -> None:
+        """Send each token's `results` back to its rank, which writes their sum, weighted with the
+        float32 `topk_weights` [n, top_k], into `out` [n, hidden]. `staged`: they are in staging()
+        already."""
+        ...
+
+    @property
+    def topk_dtype(self) -> torch.dtype: ...
+
+    def destroy(self, *, released_by: Collection[Rank]) -> None:
+        """Give everything back. `released_by` names the ranks that have disconnected this one, or
+        are dead: every rank that was ever connected must be among them. Idempotent."""
         ...
