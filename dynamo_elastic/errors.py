@@ -16,12 +16,16 @@
   + StaleCommand               a command carried a token older than one already seen; refused
   + IllegalTransition          a state machine was asked for a move it does not have
   + TargetRefused              a scale target is not legal; carries .reason (nothing changed)
+  + TargetSuperseded           a newer target came before it was reached; carries .reason
+  + RequestIdTaken             the id is that of another target; nothing was changed
   + ScaleError                 one scale operation failed; carries .operation_id and .phase
     - PhaseTimeout             not every participant acknowledged in time; carries .ranks
     - ParticipantFailed        carries .rank
     - ScaleAborted             rolled back; the topology before it is still in force
   + EngineError                an engine refused or failed a request; carries .took_effect
     - EngineGone               its process or socket went away
+    - SlotLeased               the slot belongs to another operation or a newer epoch; nothing done
+    - CallerRefused            this user may not call that socket; nothing done
   + TransferError              a memory transfer failed; carries .remote and .bytes_done
     - TransferTimeout          it made no progress before its deadline
     - TransferTooSlow          it fell below its floor: it has left NVLink; carries .gbps
@@ -140,6 +144,18 @@ class TargetRefused(ElasticError):
         self.reason = reason
 
 
+class TargetSuperseded(ElasticError):
+    """Somebody asked for another width before this target was reached: theirs is in force."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class RequestIdTaken(ElasticError):
+    """The request id is that of a target for another width; nothing was changed."""
+
+
 class ScaleError(ElasticError):
     """Base class for the failure of one scale operation."""
 
@@ -182,6 +198,14 @@ class EngineError(ElasticError):
 
 class EngineGone(EngineError):
     """The engine's process or its socket went away: what it was doing is lost with it."""
+
+
+class SlotLeased(EngineError):
+    """The GPU slot is leased to another operation, worker or newer epoch; nothing was changed."""
+
+
+class CallerRefused(EngineError):
+    """The socket's owner does not serve this user; the call was not looked at."""
 
 
 class TransferError(ElasticError):

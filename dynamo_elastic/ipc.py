@@ -1,7 +1,7 @@
 """Calls over a unix socket between processes of one host, on aiohttp.
 
-One POST a call, JSON both ways, a deadline on every call, typed errors carried across. A socket is
-made with mode 0600, and the server asks the kernel who is calling: only root and its own user may.
+One POST a call, JSON both ways, a deadline on every call, typed errors carried across. The server
+asks the kernel who is calling: only root, its own user and those it was told of may.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,56 @@ import aiohttp
 from aiohttp import web
 
 from dynamo_elastic import errors
-from dynamo_elastic.errors import ElasticError, EngineError, EngineGone
+from dynamo_elastic.errors import CallerRefused, ElasticError, EngineError, EngineGone
 
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 StreamHandler = Callable[[dict[str, Any]], AsyncIterator[Any]]
 
 MAX_BODY_BYTES = 64 << 20
 _CONNECT_TIMEOUT_S = 2.0
+_SO_PEERGROUPS = 59
+_MOST_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Callers:
+    """Who may call a server, besides root and the user it runs as: one user, and the members of one
+    group. The socket belongs to them; its directory has to let them in."""
+
+    uid: int | None = None
+    gid: int | None = None
+
+    def admit(self, peer: socket.socket) -> None:
+        """Return if the process at the other end may call. Raises CallerRefused."""
+        size = struct.calcsize("3i")
+        _, uid, gid = struct.unpack(
+            "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        )
+        if uid in (0, os.geteuid(), self.uid):
+            return
+        if self.gid is not None and self.gid in (gid, *_groups(peer)):
+            return
+        others = [f"uid {self.uid}"] if self.uid is not None else []
+        others += [f"group {self.gid}"] if self.gid is not None else []
+        allowed = ", ".join(["root", f"uid {os.geteuid()}", *others])
+        raise CallerRefused(f"uid {uid} may not call this socket: only {allowed}")
+
+    def own(self, path: Path) -> None:
+        """The socket at `path` lets them in, and nobody else."""
+        if self.uid is None and self.gid is None:
+            path.chmod(0o600)
+            return
+        os.chown(path, -1 if self.uid is None else self.uid, -1 if self.gid is None else self.gid)
+        path.chmod(0o600 if self.gid is None else 0o660)
+
+
+def _groups(peer: socket.socket) -> tuple[int, ...]:
+    """Supplementary groups of the process at the other end; () if they are too many to tell."""
+    try:
+        raw = peer.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MOST_BYTES)
+    except OSError:
+        return ()
+    return struct.unpack(f"{len(raw) // 4}I", raw)
 
 
 class RpcServer:
@@ -37,22 +81,24 @@ class RpcServer:
         path: Path,
         calls: Mapping[str, Handler],
         streams: Mapping[str, StreamHandler] | None = None,
+        callers: Callers | None = None,
     ) -> None:
         self._path = path
+        self._callers = callers or Callers()
         self._calls = calls
         self._streams = streams or {}
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         """Bind and serve. A socket that is left over from a dead process is replaced."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_check_peer])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._check_peer])
         app.router.add_post("/call/{name}", self._call)
         app.router.add_post("/stream/{name}", self._stream)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         self._path.unlink(missing_ok=True)
         await web.UnixSite(self._runner, str(self._path)).start()
-        self._path.chmod(0o600)
+        self._callers.own(self._path)
 
     async def close(self) -> None:
         """Stop serving; calls under way get a second to end. Idempotent."""
@@ -60,6 +106,21 @@ class RpcServer:
             await self._runner.cleanup()
             self._runner = None
             self._path.unlink(missing_ok=True)
+
+    @web.middleware
+    async def _check_peer(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        peer = request.transport.get_extra_info("socket") if request.transport else None
+        if peer is None:
+            raise web.HTTPForbidden
+        try:
+            self._callers.admit(peer)
+        except CallerRefused as exc:
+            return _failure(exc, 403)
+        return await handler(request)
 
     async def _call(self, request: web.Request) -> web.Response:
         handler = self._calls.get(request.match_info["name"])
@@ -81,20 +142,6 @@ class RpcServer:
         async for item in handler(await request.json()):
             await response.write(json.dumps(item).encode() + b"\n")
         return response
-
-
-@web.middleware
-async def _check_peer(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    peer = request.transport.get_extra_info("socket") if request.transport else None
-    if peer is None:
-        raise web.HTTPForbidden
-    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _pid, uid, _gid = struct.unpack("3i", raw)
-    if uid not in (0, os.geteuid()):
-        raise web.HTTPForbidden
-    return await handler(request)
 
 
 def _failure(exc: ElasticError, status: int) -> web.Response:
