@@ -9,9 +9,10 @@ from dynamo_elastic.errors import (
     SnapshotInUse,
     SnapshotMismatch,
     SnapshotNotFound,
+    TargetSuperseded,
 )
 
-FAILED, BAD_INPUT, NOT_FOUND, DAMAGED, DOES_NOT_FIT, IN_USE = 1, 2, 3, 4, 5, 6
+FAILED, BAD_INPUT, NOT_FOUND, DAMAGED, DOES_NOT_FIT, IN_USE, SUPERSEDED = 1, 2, 3, 4, 5, 6, 7
 
 _CODES: dict[type[ElasticError], int] = {
     ConfigError: BAD_INPUT,
@@ -19,6 +20,7 @@ _CODES: dict[type[ElasticError], int] = {
     SnapshotDamaged: DAMAGED,
     SnapshotMismatch: DOES_NOT_FIT,
     SnapshotInUse: IN_USE,
+    TargetSuperseded: SUPERSEDED,
 }
 
 

@@ -22,8 +22,8 @@ from dynamo_elastic.coordinator.records import (
     TargetOutcome,
 )
 from dynamo_elastic.coordinator.status import Status, read_status
-from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
-from dynamo_elastic.errors import ElasticError, StoreError, TargetRefused
+from dynamo_elastic.coordinator.targets import request_scale, succession, wait_outcome
+from dynamo_elastic.errors import ElasticError, StoreError, TargetRefused, TargetSuperseded
 from dynamo_elastic.topology import EMPTY
 
 
@@ -32,8 +32,13 @@ def scale(
     file: ConfigFile,
     timeout_s: Annotated[float, typer.Option(help="How long to wait for the outcome.")] = 120.0,
 ) -> None:
-    """Ask for a number of ranks, and wait until they serve or it is clear that they won't."""
+    """Ask for a number of ranks, and wait until they serve or it is clear that they won't.
+
+    Exit codes: 0 they serve, 1 refused or failed, 2 bad input, 7 a newer target took its place.
+    """
     outcome = asyncio.run(_scale(load_config(file), ranks, timeout_s))
+    if outcome.status is OutcomeStatus.SUPERSEDED:
+        raise TargetSuperseded(f"target {ranks} is not wanted any more: {outcome.reason}")
     if outcome.status is not OutcomeStatus.REACHED:
         reason = outcome.reason.removeprefix(f"target {ranks}: ")
         raise TargetRefused(f"target {ranks}: {reason}")
@@ -89,15 +94,18 @@ def _show(now: Status, console: Console) -> None:
     if now.topology is None:
         console.print("nothing is served")
         return
-    wanted = f", {now.target.ranks} wanted by {now.target.source}" if now.target else ""
     in_force = now.in_force or now.topology
-    console.print(f"epoch {in_force.epoch}: {now.width} ranks{wanted}; leader {now.leader}")
+    console.print(f"epoch {in_force.epoch}: {now.width} ranks; leader {now.leader}")
+    if now.target is not None:
+        console.print(succession(now.target))
     if now.withdrawn is not None:
         console.print(f"epoch {now.topology.epoch} was withdrawn; it is to be superseded")
     if now.queued is not None:
         console.print(f"next: {now.queued.ranks} ranks, wanted by {now.queued.source}")
     if now.notice:
         console.print(f"waiting: {now.notice}")
+    for name, warning in now.warnings.items():
+        console.print(f"[yellow]warning[/yellow]: {name}: {warning.text}")
     ranks = Table(box=None)
     for name in ("rank", "worker", "engine", "state", "experts"):
         ranks.add_column(name)

@@ -10,6 +10,7 @@
   target                TargetRecord: newest wins
   outcome               TargetOutcome: the coordinator's newest answer to a target
   notice                what the coordinator waits for; absent when it waits for nothing
+  warnings/{name}       WarningRecord: what somebody who writes targets wants people to know
   members/{worker}      MemberRecord (lease of the shell)
   commands/{worker}     CommandRecord: the newest command to that participant
   acks/{worker}         AckRecord (lease of the shell): its answer
@@ -94,6 +95,13 @@ class Keys:
         return f"{self.prefix}notice"
 
     @property
+    def warnings(self) -> str:
+        return f"{self.prefix}warnings/"
+
+    def warning(self, name: str) -> str:
+        return f"{self.warnings}{name}"
+
+    @property
     def members(self) -> str:
         return f"{self.prefix}members/"
 
@@ -150,14 +158,38 @@ class MemberRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetRecord:
-    """How many ranks somebody wants. `ranks` is absolute."""
+class EarlierTarget:
+    """A target that a newer one has taken the place of."""
 
     request_id: str
     ranks: int
     source: str
-    """'cli', 'planner' or 'boot'."""
     requested_at_s: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRecord:
+    """How many ranks somebody wants. `ranks` is absolute. Written by targets.request_scale(),
+    so that who is superseded can see by whom."""
+
+    request_id: str
+    ranks: int
+    source: str
+    """Who wants it: 'planner', 'cli', 'api', 'keda', 'boot' or whatever a client calls itself."""
+    requested_at_s: float
+    detail: str = ""
+    """Which of its wishes it is, say 'decision 17'."""
+    supersedes: tuple[EarlierTarget, ...] = ()
+    """Those before it, newest first; the last few."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarningRecord:
+    """Something that people must know, said by one of those who write targets."""
+
+    text: str
+    at_s: float
 
 
 class OutcomeStatus(StrEnum):

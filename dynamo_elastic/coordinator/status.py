@@ -14,6 +14,7 @@ from dynamo_elastic.coordinator.records import (
     Strike,
     TargetOutcome,
     TargetRecord,
+    WarningRecord,
     decode,
 )
 from dynamo_elastic.coordinator.store import Store, Versioned
@@ -38,6 +39,8 @@ class Status:
     outcome: TargetOutcome | None = None
     notice: str = ""
     """What the coordinator waits for, '' if for nothing."""
+    warnings: dict[str, WarningRecord] = field(default_factory=dict)
+    """By name: what those who write targets want people to know."""
     leader: str = ""
     """Name of the coordinator in charge, '' if there is none."""
     revisions: Mapping[str, int] = field(default_factory=dict)
@@ -138,6 +141,11 @@ def status_of(stored: Iterable[Versioned], keys: Keys) -> Status:
     members = [
         decode(MemberRecord, v.value) for k, v in by_key.items() if k.startswith(keys.members)
     ]
+    warnings = {
+        k.removeprefix(keys.warnings): decode(WarningRecord, v.value)
+        for k, v in by_key.items()
+        if k.startswith(keys.warnings)
+    }
     leader = by_key.get(keys.leader)
     return Status(
         topology=read(Topology, keys.topology),
@@ -148,6 +156,7 @@ def status_of(stored: Iterable[Versioned], keys: Keys) -> Status:
         target=read(TargetRecord, keys.target),
         outcome=read(TargetOutcome, keys.outcome),
         notice=read(str, keys.notice) or "",
+        warnings=warnings,
         leader=leader.value.decode().split()[0] if leader else "",
         revisions={k: v.mod_revision for k, v in by_key.items()},
     )

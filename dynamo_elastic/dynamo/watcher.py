@@ -13,20 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from dynamo_elastic.coordinator.records import (
-    Keys,
-    OutcomeStatus,
-    TargetOutcome,
-    TargetRecord,
-    decode,
-    encode,
-)
+from dynamo_elastic.coordinator.records import Keys, OutcomeStatus, TargetOutcome
 from dynamo_elastic.coordinator.store import Changed, Put, Store, Versioned
-from dynamo_elastic.coordinator.targets import wait_outcome
+from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
 from dynamo_elastic.errors import OutcomeUnknown, StoreError, TargetRefused
 from dynamo_elastic.topology import EngineShape, ScaleLimits, legal_width, refusal
 
@@ -170,10 +162,14 @@ class PlannerWatcher:
         return refusal(decision.ranks, w.shape, w.limits, w.slots) or ""
 
     async def _request(self, decision: Decision, width: int) -> TargetOutcome:
-        known = await self._store.get(self._keys.target)
-        if known is None or decode(TargetRecord, known.value).request_id != decision.request_id:
-            target = TargetRecord(decision.request_id, width, "planner", time.time())
-            await self._store.txn([], [Put(self._keys.target, encode(target))])
+        await request_scale(
+            self._store,
+            self._keys,
+            width,
+            "planner",
+            detail=f"decision {decision.decision_id}",
+            request_id=decision.request_id,
+        )
         while True:
             try:
                 return await wait_outcome(
