@@ -8,13 +8,14 @@ JSON schema and `--help` are made of it.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from dynamo_elastic.config_sources import (
     CrossFaults,
@@ -28,6 +29,7 @@ from dynamo_elastic.config_sources import (
 )
 from dynamo_elastic.errors import ConfigError
 from dynamo_elastic.topology import EngineShape, ScaleLimits, refusal
+from dynamo_elastic.vllm_flags import flag_faults
 
 CONFIG_VARIABLE = "DYN_ELASTIC_CONFIG"
 SLOT_VARIABLE = "DYN_ELASTIC_SLOT"
@@ -60,7 +62,10 @@ class ModelConfig(_Section):
 
 
 class EngineConfig(_Section):
-    """The engine of every rank."""
+    """The reference engine, on every rank."""
+
+    kind: Literal["reference"] = "reference"
+    """Which engine: our small reference model, or vLLM under Dynamo's own worker."""
 
     slots_per_rank: int = Field(default=8, ge=1)
     """Expert slots of a rank. Ranks x slots must hold every expert."""
@@ -72,6 +77,42 @@ class EngineConfig(_Section):
     """Blocks of a rank's KV cache, 16 tokens each."""
     peer_timeout_s: Seconds = 5.0
     """A peer that is silent for so long in a step is masked."""
+
+
+class VllmEngineConfig(_Section):
+    """vLLM under Dynamo's own worker, `dynamo.vllm`: a whole model on every rank."""
+
+    kind: Literal["vllm"] = "vllm"
+    """Which engine: our small reference model, or vLLM under Dynamo's own worker."""
+    python: Path | None = None
+    """Interpreter of the environment that has vLLM and ai-dynamo; null for this one."""
+    args: str = ""
+    """Flags of `dynamo.vllm`, as a shell would take them."""
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return tuple(shlex.split(self.args))
+
+    @model_validator(mode="after")
+    def _check_args(self) -> VllmEngineConfig:
+        try:
+            faults = [f"engine.args: {fault}" for fault in flag_faults(self.argv)]
+        except ValueError as exc:
+            faults = [f"engine.args: {exc}; correct the quotes"]
+        if faults:
+            raise CrossFaults(faults)
+        return self
+
+
+def _engine_kind(raw: Any) -> str:
+    kind = raw.get("kind", "reference") if isinstance(raw, Mapping) else raw.kind
+    return kind if isinstance(kind, str) else ""
+
+
+AnyEngineConfig = Annotated[
+    Annotated[EngineConfig, Tag("reference")] | Annotated[VllmEngineConfig, Tag("vllm")],
+    Discriminator(_engine_kind),
+]
 
 
 class ScaleConfig(_Section):
@@ -114,8 +155,21 @@ class ScaleConfig(_Section):
         return self
 
 
+class ParkedConfig(_Section):
+    """Engines that left their group and wait in their slot, the GPU free."""
+
+    enabled: bool = True
+    """An engine that leaves is parked; without this it is ended."""
+    max_count: int = Field(default=64, ge=1, le=1024)
+    """Parked engines of this host at most; beyond it the one parked longest ends."""
+    max_bytes: int = Field(default=256 << 30, ge=1 << 20)
+    """Host memory of all of them at most."""
+    ttl_s: float = Field(default=6 * 3600.0, gt=0)
+    """An engine that nobody asked for in so long ends."""
+
+
 class SnapshotConfig(_Section):
-    """Images of warm engines."""
+    """Images of warm engines, and parked engines."""
 
     enabled: bool = True
     """Without images every joiner boots cold."""
@@ -131,6 +185,20 @@ class SnapshotConfig(_Section):
     """Images of any deployment that were not used for so long go."""
     quarantine_s: Seconds = 600.0
     """An image that failed to restore twice is not tried for so long."""
+    parked: ParkedConfig = ParkedConfig()
+
+
+class AgentConfig(_Section):
+    """The agent of this host."""
+
+    gpus: tuple[int | str, ...] = ()
+    """GPU of each slot, by index (NVML's, as in nvidia-smi) or UUID. Default: slot N has GPU N."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Prometheus metrics on 127.0.0.1; 0: none."""
+    uid: int | None = Field(default=None, ge=0)
+    """One more user that may call the agent, besides root and the agent's own."""
+    gid: int | None = Field(default=None, ge=0)
+    """Members of this group may call the agent, too."""
 
 
 class EtcdConfig(_Section):
@@ -217,10 +285,11 @@ class DeploymentConfig(_Section):
     namespace: Name = "dynamo"
     """Dynamo namespace of the workers."""
     model: ModelConfig
-    engine: EngineConfig = EngineConfig()
+    engine: AnyEngineConfig = EngineConfig()
     scale: ScaleConfig
     coordinator: CoordinatorConfig = CoordinatorConfig()
     snapshot: SnapshotConfig = SnapshotConfig()
+    agent: AgentConfig = AgentConfig()
     etcd: EtcdConfig = EtcdConfig()
     frontend: FrontendConfig = FrontendConfig()
     planner: PlannerConfig = PlannerConfig()
@@ -241,7 +310,7 @@ class DeploymentConfig(_Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> DeploymentConfig:
-        faults = _port_faults(self)
+        faults = [*_port_faults(self), *_gpu_faults(self)]
         if faults:
             raise CrossFaults(faults)
         return self
@@ -257,6 +326,8 @@ def _port_faults(config: DeploymentConfig) -> list[str]:
         used["planner.control_port"] = config.planner.control_port
     if config.coordinator.api.port:
         used["coordinator.api.port"] = config.coordinator.api.port
+    if config.agent.metrics_port:
+        used["agent.metrics_port"] = config.agent.metrics_port
     if config.etcd.start:
         used |= {"etcd.port": config.etcd.port, "etcd.peer_port": config.etcd.peer_port}
     seen: dict[int, str] = {}
@@ -266,6 +337,13 @@ def _port_faults(config: DeploymentConfig) -> list[str]:
             faults.append(f"{name}: port {port} is also {seen[port]}; choose another")
         seen.setdefault(port, name)
     return faults
+
+
+def _gpu_faults(config: DeploymentConfig) -> list[str]:
+    named, slots = len(config.agent.gpus), config.scale.max_ranks
+    if named in (0, slots):
+        return []
+    return [f"agent.gpus: names {named} GPUs for {slots} slots (scale.max_ranks); name one of each"]
 
 
 def _scale_faults(scale: ScaleConfig) -> list[str]:
@@ -322,7 +400,10 @@ def parse_config(raw: dict[str, Any]) -> DeploymentConfig:
 
 def engine_shape(config: DeploymentConfig, num_experts: int) -> EngineShape:
     """Shape of the deployment's engines. Raises ConfigError if its widths can't hold the model."""
-    shape = EngineShape(num_experts, config.engine.slots_per_rank)
+    if isinstance(config.engine, VllmEngineConfig):
+        shape = EngineShape(num_experts=0, slots_per_rank=0)
+    else:
+        shape = EngineShape(num_experts, config.engine.slots_per_rank)
     reason = refusal(config.scale.initial_ranks, shape, config.scale.limits, config.scale.max_ranks)
     if reason is not None:
         raise ConfigError([f"scale.initial_ranks: {reason}"])

@@ -47,7 +47,7 @@ def test_the_example_is_valid() -> None:
         ({"snapshot": {"max_bytes": 1024}}, "snapshot.max_bytes", "got 1024"),
         ({"snapshot": {"max_age_s": 0}}, "snapshot.max_age_s", "got 0"),
         ({"snapshot": {"quarantine_s": -1}}, "snapshot.quarantine_s", "got -1"),
-        ({"snapshot": {"parked": 2}}, "snapshot.parked", "unknown setting"),
+        ({"snapshot": {"prked": 2}}, "snapshot.prked", "unknown setting"),
         ({"coordinator": {"api": {"port": 80}}}, "coordinator.api.port", "0, or 1024"),
         (
             {"coordinator": {"api": {"port": 9087, "host": "0.0.0.0"}}},
