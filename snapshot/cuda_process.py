@@ -15,7 +15,6 @@ from uuid import UUID
 from cuda.bindings import driver as bindings
 
 from dynamo_elastic.errors import CudaError, CudaTimeout, EngineError, ResourceMissing
-from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.snapshot.base import CudaCapabilities, CudaOperation, CudaState
 from dynamo_elastic.snapshot.gpu_map import moves
 from dynamo_elastic.snapshot.process import (
@@ -127,7 +126,6 @@ class Cuda:
         self, operation: CudaOperation, pid: int, call: Call, args: Any, *, timeout_s: float
     ) -> None:
         target = identify(pid)
-        failpoint(f"cuda.{operation}")
         running = _Running(call, pid, args)
         answer = running.wait(timeout_s)
         if answer is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -17,6 +17,7 @@ from dynamo_elastic.snapshot.base import (
 )
 from dynamo_elastic.snapshot.cuda_process import Cuda
 from dynamo_elastic.snapshot.nvml import Nvml
+from dynamo_elastic.snapshot.process import ProcessRef
 
 _CONTROL_DEVICE = Path("/dev/nvidiactl")
 _REMEDY = "use a host with an NVIDIA GPU and driver"
@@ -86,6 +87,16 @@ def true_devices(inventory: GpuInventory, pid: int) -> tuple[GpuInfo, ...]:
     which it does not in some containers."""
     devices = inventory.devices_of(pid)
     return tuple(gpu for gpu in inventory.gpus() if gpu.uuid in devices)
+
+
+def devices_of_all(inventory: GpuInventory, processes: Iterable[ProcessRef]) -> dict[str, int]:
+    """Uuid of each GPU -> memory of those processes on it, as far as NVML tells."""
+    found: dict[str, int] = {}
+    for process in processes:
+        for uuid, size in inventory.devices_of(process.pid).items():
+            if size is not None:
+                found[uuid] = found.get(uuid, 0) + size
+    return found
 
 
 def check_free(inventory: GpuInventory, needed_bytes: Mapping[str, int]) -> None:

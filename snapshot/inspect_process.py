@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynamo_elastic.errors import NotQuiescent
+from dynamo_elastic.snapshot.cuda_findings import is_driver_device
 from dynamo_elastic.snapshot.namespace import namespace_of
 from dynamo_elastic.snapshot.process import (
     PROC,
@@ -27,19 +28,26 @@ _MAPS = re.compile(r"^\S+ (?P<mode>\S{4}) \S+ \S+ \S+\s*(?P<path>.*)$")
 _ADDED_BY_SHELL = frozenset({"PWD", "OLDPWD", "_"})
 _WRITABLE = os.O_WRONLY | os.O_RDWR
 _DELETED = " (deleted)"
+_CUDA_LISTENER = "a listening unix socket @cuda-uvmfd-"
+"""Every process that has initialised CUDA keeps it for good. The network namespace is shared, so a
+second copy of one image, in whatever pid namespace, can't be restored while the first one lives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
     """What may be in an image. `directories`: files of these may be open. `pids`: those of its
-    slot, None if its pid was not chosen."""
+    slot, None if its pid was not chosen. `gpu`: it is on its GPU still, and has the driver open."""
 
     directories: tuple[Path, ...]
     environment: Callable[[str], bool]
     pids: range | None = None
+    gpu: bool = False
 
     def holds(self, path: str) -> bool:
         return any(Path(path).is_relative_to(directory) for directory in self.directories)
+
+    def device(self, path: str) -> bool:
+        return self.gpu and is_driver_device(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +76,19 @@ class _World:
 
 def check_quiescent(process: ProcessRef, allowed: Allowed) -> None:
     """Return if an image may be made of it. Raises NotQuiescent with every finding at once."""
-    pid = process.pid
-    findings = [
-        *descriptor_findings(_descriptors(pid), allowed, socket_names(pid)),
-        *mapping_findings((PROC / str(pid) / "maps").read_text()),
-        *environment_findings((PROC / str(pid) / "environ").read_bytes(), allowed),
-        *_company_findings(process),
-        *thread_findings(threads_of(pid), allowed),
-    ]
+    findings = tuple(quiescence_findings(process, allowed))
     if findings:
         raise NotQuiescent(findings)
+
+
+def quiescence_findings(process: ProcessRef, allowed: Allowed) -> Iterator[str]:
+    """Everything that it holds and an image must not."""
+    pid = process.pid
+    yield from descriptor_findings(_descriptors(pid), allowed, socket_names(pid))
+    yield from mapping_findings((PROC / str(pid) / "maps").read_text(), allowed)
+    yield from environment_findings((PROC / str(pid) / "environ").read_bytes(), allowed)
+    yield from _company_findings(process)
+    yield from thread_findings(threads_of(pid), allowed)
 
 
 def descriptor_findings(
@@ -97,7 +108,8 @@ def descriptor_findings(
 def _problem(d: Descriptor, world: _World) -> str:
     kind, _, rest = d.target.partition(":")
     if kind == "socket":
-        return world.sockets.get(rest.strip("[]"), "a socket")
+        name = world.sockets.get(rest.strip("[]"), "a socket")
+        return "" if name.startswith(_CUDA_LISTENER) else name
     if kind == "pipe":
         return "" if world.pipes[d.target] == {True, False} else "a pipe to another process"
     if kind == "anon_inode":
@@ -105,7 +117,7 @@ def _problem(d: Descriptor, world: _World) -> str:
     if d.target in _PLAIN_DEVICES or d.target.startswith("/memfd:"):
         return ""
     if d.device or d.target.startswith("/dev/"):
-        return "a device"
+        return "" if world.allowed.device(d.target) else "a device"
     return _file_problem(d, world.allowed)
 
 
@@ -119,12 +131,12 @@ def _file_problem(d: Descriptor, allowed: Allowed) -> str:
     return ""
 
 
-def mapping_findings(maps: str) -> Iterator[str]:
+def mapping_findings(maps: str, allowed: Allowed) -> Iterator[str]:
     """Findings in memory mappings: device memory, and files shared with other processes."""
     found: dict[str, None] = {}
     for line in maps.splitlines():
         match = _MAPS.match(line)
-        if match is not None:
+        if match is not None and not allowed.device(match["path"]):
             finding = _mapping_finding(match["path"], match["mode"])
             if finding:
                 found[finding] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +119,32 @@ def pids_inside(pid: int) -> Iterator[tuple[int, str]]:
         return
 
 
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What a process has in host memory."""
+
+    private_bytes: int
+    shared_bytes: int
+    """In memfds, shared anonymous memory and /dev/shm, as far as it is mapped."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.private_bytes + self.shared_bytes
+
+
+def memory_of(processes: Iterable[ProcessRef]) -> HostMemory:
+    """Of all of them; one that is gone has none."""
+    private = shared = 0
+    for process in processes:
+        try:
+            status = (PROC / str(process.pid) / "status").read_text()
+        except OSError:
+            continue
+        private += 1024 * _number(status, "RssAnon:")
+        shared += 1024 * _number(status, "RssShmem:")
+    return HostMemory(private, shared)
+
+
 def command(pid: int) -> str:
     """Its command line, cut short, for messages."""
     try:
@@ -131,6 +157,12 @@ def command(pid: int) -> str:
 def _innermost(status: str, name: str) -> int:
     line = next(line for line in status.splitlines() if line.startswith(name))
     return int(line.split()[-1])
+
+
+def _number(status: str, name: str) -> int:
+    """The first number of that line of /proc/PID/status; 0 of a zombie, which has not all lines."""
+    line = next((line for line in status.splitlines() if line.startswith(name)), "")
+    return int((line.split() or ["", "0"])[1])
 
 
 def children_of(pid: int) -> tuple[int, ...]:

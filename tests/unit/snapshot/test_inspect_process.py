@@ -82,11 +82,11 @@ MAPS = """\
 
 
 def test_mappings() -> None:
-    assert list(mapping_findings(MAPS)) == []
+    assert list(mapping_findings(MAPS, ALLOWED)) == []
     device = "7f05-7f06 rw-s 00000000 00:05 7 /dev/infiniband/uverbs0\n"
     shared = "7f06-7f07 r--s 00000000 00:06 7 /dev/shm/psm_1\n"
     ring = "7f06-7f07 rw-s 00000000 00:0f 7 anon_inode:[io_uring]\n"
-    found = list(mapping_findings(MAPS + device + device + shared + ring))
+    found = list(mapping_findings(MAPS + device + device + shared + ring, ALLOWED))
     assert found == [
         "mapping of device /dev/infiniband/uverbs0",
         "mapping of /dev/shm/psm_1, shared with other processes",
@@ -97,8 +97,8 @@ def test_mappings() -> None:
 def test_second_mapping_of_a_file_is_looked_at_too() -> None:
     first = "7f06-7f07 r--s 00000000 00:06 7 /srv/file\n"
     second = "7f07-7f08 rw-s 00000000 00:06 7 /srv/file\n"
-    assert list(mapping_findings(first)) == []
-    assert len(list(mapping_findings(first + second))) == 1
+    assert list(mapping_findings(first, ALLOWED)) == []
+    assert len(list(mapping_findings(first + second, ALLOWED))) == 1
 
 
 def test_threads_stay_in_the_range_of_their_slot() -> None:
