@@ -33,7 +33,7 @@ class CudaVmm:
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise ResourceMissing("torch finds no GPU here", remedy=_REMEDY)
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()  # which makes torch's context, if there is none yet
 
     def granularity_bytes(self, device: int) -> int:
         flag = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED

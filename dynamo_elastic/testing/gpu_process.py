@@ -1,0 +1,36 @@
+"""`python -m dynamo_elastic.testing.gpu_process CONTROL_DIR [flags]`: the GPU test engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from dynamo_elastic.errors import ElasticError
+from dynamo_elastic.testing.gpu_settings import parse
+
+_log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Run it on one thread per library, whose pools read the environment when they are imported.
+    Whatever goes wrong is one line in the log, and the end of the process."""
+    for library in ("OMP", "MKL", "OPENBLAS"):
+        os.environ[f"{library}_NUM_THREADS"] = "1"
+    settings = parse()
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    try:
+        from dynamo_elastic.engine.reference.boot import adopt_standard_files
+        from dynamo_elastic.testing.gpu_engine import run
+
+        adopt_standard_files()
+        run(settings)
+    except ElasticError as exc:
+        _log.error("engine ends: %s", exc)
+    except Exception:  # noqa: BLE001 - nobody else is there to say what happened
+        _log.exception("engine ends: a fault of its own")
+    logging.shutdown()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
