@@ -9,7 +9,7 @@ error.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +27,13 @@ class Context(Protocol):
 
 
 Handler = Callable[[Mapping[str, Any], Context], AsyncGenerator[dict[str, Any], None]]
+ControlRoute = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Answers a JSON body, {} if there was none. What it raises is answered as HTTP 500."""
+
+SYSTEM_PORT = "DYN_SYSTEM_PORT"
+"""Environment: where Dynamo serves a process's health, metrics and control routes. Not above 32767:
+Dynamo reads it as a signed 16-bit number."""
+MAX_SYSTEM_PORT = 32767
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +70,8 @@ class Registrar(Protocol):
     async def register(self, runtime_data: Mapping[str, str]) -> int:
         """Visible to Dynamo's clients with this data; returns the instance id.
 
-        Registered already: the card is replaced. Raises RegistrationFailed, and then it is not
-        registered.
+        Registered already: only the data changes, and at no moment is nobody registered. Raises
+        RegistrationFailed, and then it is not registered.
         """
         ...
 

@@ -18,7 +18,7 @@ class PlannerRefused(ElasticError):
     """The planner did not take new limits (its reason is in the message), or is not there."""
 
 
-def frontend_argv(config: DeploymentConfig) -> list[str]:
+def frontend_argv(config: DeploymentConfig, *, router: str = "round-robin") -> list[str]:
     """Dynamo's OpenAI frontend. Needs dynamo_environment()."""
     return [
         sys.executable,
@@ -28,7 +28,7 @@ def frontend_argv(config: DeploymentConfig) -> list[str]:
         f"--http-port={config.frontend.port}",
         f"--migration-limit={config.frontend.migration_limit}",
         f"--namespace={config.namespace}",
-        "--router-mode=round-robin",
+        f"--router-mode={router}",
         "--discovery-backend=etcd",
         "--request-plane=tcp",
         "--event-plane=zmq",

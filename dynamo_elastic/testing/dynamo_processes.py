@@ -52,9 +52,11 @@ def process(
 
 
 @contextmanager
-def frontend(config: DeploymentConfig, directory: Path) -> Iterator[str]:
+def frontend(
+    config: DeploymentConfig, directory: Path, *, router: str = "round-robin"
+) -> Iterator[str]:
     """Dynamo's frontend; its URL. It serves the model once an instance is registered."""
-    with process(config, frontend_argv(config), directory / "frontend.log"):
+    with process(config, frontend_argv(config, router=router), directory / "frontend.log"):
         yield f"http://{config.frontend.host}:{config.frontend.port}"
 
 

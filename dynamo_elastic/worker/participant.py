@@ -44,6 +44,9 @@ Payload = dict[str, Any]
 KV_BLOCK_TOKENS = 16
 """What Dynamo is told that a block of the KV cache holds."""
 
+_REFRESH_TIMEOUT_S = 10.0
+"""For the switch that a new card waits for."""
+
 _SWITCH_SHARE = 0.8
 """Of a step's time, what is waited for others: who has not switched then says so in the rest."""
 
@@ -66,6 +69,7 @@ class Participant:
         self._registrar_lock = asyncio.Lock()
         self._seated = False  # a topology in force has had this engine
         self._frozen = False  # as far as we know
+        self._card: dict[str, str] | None = None  # what Dynamo was told; None while unregistered
         self._steps: dict[Step, Callable[[CommandRecord], Awaitable[Payload]]] = {
             Step.FREEZE: self.freeze,
             Step.RESTORE: self.restore,
@@ -247,6 +251,19 @@ class Participant:
             log.warning("evicted: epoch %d is in force without this engine", topology.epoch)
             await self._release()
 
+    async def refresh(self, topology: Topology) -> None:
+        """The card of a rank that serves names the epoch that its engine is in. Raises EngineError
+        or RegistrationFailed, and may be tried again, until the engine has switched."""
+        if self._card is None or self._lost or not self._placed(topology):
+            return
+        await self._attached().wait_switched(topology.epoch, timeout_s=_REFRESH_TIMEOUT_S)
+        async with self._registrar_lock:
+            card = self._data(topology)
+            if self._card is None or self._card == card:
+                return  # it has begun to leave, and is not brought back; or nothing has changed
+            await self._parts.registrar.register(card)
+            self._card = card
+
     async def resume(self) -> None:
         """After a new session: serve on if the topology in force still has this engine.
 
@@ -286,6 +303,7 @@ class Participant:
         self._desk.close()
         try:
             async with self._registrar_lock:
+                self._card = None
                 await self._parts.registrar.unregister()
         except RegistrationFailed as exc:
             log.warning("the instance goes when its lease does: %s", exc)
@@ -342,14 +360,18 @@ class Participant:
         return rank
 
     async def _register(self, topology: Topology) -> int:
-        data = {
-            "epoch": str(topology.epoch),
-            "rank": str(self._rank(topology)),
-            "incarnation": self._incarnation,
-        }
         self._desk.open(self._attached())
         async with self._registrar_lock:
-            return await self._parts.registrar.register(data)
+            self._card = card = self._data(topology)
+            return await self._parts.registrar.register(card)
+
+    def _data(self, topology: Topology) -> dict[str, str]:
+        return {
+            "epoch": str(topology.epoch),
+            "rank": str(self._rank(topology)),
+            "width": str(topology.world_size),
+            "incarnation": self._incarnation,
+        }
 
     async def _stay(self, topology: Topology) -> None:
         """Undo DRAIN."""

@@ -215,9 +215,10 @@ class Shell:
         while True:
             try:
                 async with self._one_at_a_time:
-                    return await self._participant.follow(topology)
-            except (EngineError, StoreError) as exc:
-                log.warning("not out of epoch %d yet: %s", topology.epoch, exc)
+                    await self._participant.follow(topology)
+                return await self._participant.refresh(topology)
+            except (EngineError, StoreError, RegistrationFailed) as exc:
+                log.warning("epoch %d is not followed yet: %s", topology.epoch, exc)
                 await asyncio.sleep(_RETRY_S)
 
     async def _report(self) -> None:

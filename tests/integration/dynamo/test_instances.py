@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,101 +12,29 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.demo.load import Load, Prompt
-from dynamo_elastic.dynamo.base import Context, InstanceSpec
 from dynamo_elastic.dynamo.environment import dynamo_environment
-from dynamo_elastic.dynamo.runtime import DynamoInstance
-from dynamo_elastic.engine.base import EngineState, Request
 from dynamo_elastic.testing.deployments import asyncio_test
 from dynamo_elastic.testing.dynamo_processes import dynamo_deployment, frontend, wait_for_model
-from dynamo_elastic.testing.engine import FakeEngine
+from dynamo_elastic.testing.dynamo_rank import DynamoRank
 from dynamo_elastic.testing.etcd_process import etcd_process
-from dynamo_elastic.types import Incarnation, LeaseId, WorkerId
-from dynamo_elastic.worker.requests import RequestDesk
+from dynamo_elastic.types import LeaseId
 
 pytestmark = [pytest.mark.etcd, pytest.mark.dynamo]
-
-STEP_S = 0.01
-
-
-class Recorded(FakeEngine):
-    """A fake engine that keeps what it was asked."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.asked: list[Request] = []
-
-    async def submit(self, request: Request) -> None:
-        await super().submit(request)
-        self.asked.append(request)
-
-
-class Rank:
-    """One instance, its desk and a fake engine that steps."""
-
-    def __init__(self, config: DeploymentConfig, name: str) -> None:
-        self.name = name
-        self.engine = Recorded(
-            WorkerId(name), Incarnation(name), max_context=10_000, state=EngineState.SERVING
-        )
-        self.desk = RequestDesk(max_context=10_000)
-        spec = InstanceSpec(
-            namespace=config.namespace,
-            model_path=str(config.model.path),
-            model_name=config.model.name,
-            context_length=10_000,
-            kv_blocks=64,
-            block_tokens=16,
-            batch_tokens=8,
-        )
-        self.instance = DynamoInstance(spec, self._handle)
-        self._tasks = [asyncio.create_task(self.desk.pump(self.engine))]
-        self._tasks.append(asyncio.create_task(self._step()))
-
-    def _handle(
-        self, request: Mapping[str, Any], context: Context
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        return self.desk.handle(request, context)
-
-    async def _step(self) -> None:
-        while True:
-            await asyncio.sleep(STEP_S)
-            self.engine.step()
-
-    @property
-    def served(self) -> int:
-        return len(self.engine.asked)
-
-    async def join(self, epoch: int) -> None:
-        self.engine.draining = False
-        self.desk.open(self.engine)
-        await self.instance.register({"epoch": str(epoch), "incarnation": self.name})
-
-    async def leave(self) -> None:
-        self.desk.close()
-        await self.instance.unregister()
-        await self.engine.drain(short_tokens=0, timeout_s=1.0)
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.instance.shutdown()
 
 
 @asynccontextmanager
 async def served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> AsyncIterator[tuple[str, list[Rank], EtcdStore]]:
+) -> AsyncIterator[tuple[str, list[DynamoRank], EtcdStore]]:
     """A frontend, and `ranks` instances of which the first is registered."""
     with etcd_process(tmp_path / "etcd") as etcd:
         config = dynamo_deployment(tmp_path, etcd, slots=4)
         for name, value in dynamo_environment(config).items():
             monkeypatch.setenv(name, value)
         store = EtcdStore(config.etcd.urls)
-        instances = [Rank(config, f"rank{k}") for k in range(ranks)]
+        instances = [DynamoRank(config, f"rank{k}") for k in range(ranks)]
         try:
             with frontend(config, tmp_path) as url:
                 await instances[0].join(1)
@@ -203,7 +131,7 @@ async def test_fifty_lives_of_one_instance_leave_nothing(
         config = dynamo_deployment(tmp_path, etcd, slots=1)
         for name, value in dynamo_environment(config).items():
             monkeypatch.setenv(name, value)
-        store, rank = EtcdStore(config.etcd.urls), Rank(config, "rank0")
+        store, rank = EtcdStore(config.etcd.urls), DynamoRank(config, "rank0")
         descriptors, resident_bytes = [], []
         try:
             for epoch in range(1, 51):
@@ -228,7 +156,7 @@ async def test_an_instance_whose_lease_ran_out_can_be_registered_again(
         config = dynamo_deployment(tmp_path, etcd, slots=1)
         for name, value in dynamo_environment(config).items():
             monkeypatch.setenv(name, value)
-        store, rank = EtcdStore(config.etcd.urls), Rank(config, "rank0")
+        store, rank = EtcdStore(config.etcd.urls), DynamoRank(config, "rank0")
         try:
             await rank.join(1)
             before = rank.instance.instance_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from dynamo_elastic.coordinator.records import (
 )
 from dynamo_elastic.coordinator.store import Delete, Put
 from dynamo_elastic.dynamo.base import Load
-from dynamo_elastic.errors import EngineError, IllegalTransition
+from dynamo_elastic.errors import EngineError, IllegalTransition, RegistrationFailed
 from dynamo_elastic.phases import Step
 from dynamo_elastic.testing.agent import FakeAgent
 from dynamo_elastic.testing.engine import DENSE_DIGESTS, FakeEngine
@@ -56,8 +57,16 @@ class FakeRegistrar:
     def __init__(self) -> None:
         self.data: Mapping[str, str] | None = None
         self.loads: list[Load] = []
+        self.registrations = 0
+        self.failures = 0
+        """So many registrations fail from now on."""
 
     async def register(self, runtime_data: Mapping[str, str]) -> int:
+        self.registrations += 1
+        if self.failures:
+            self.failures -= 1
+            self.data = None
+            raise RegistrationFailed("Dynamo does not answer")
         self.data = runtime_data
         return 42
 
@@ -205,6 +214,52 @@ async def test_a_joiner_comes_to_serve(bench: Bench) -> None:
     assert bench.registrar.data is not None
     assert bench.registrar.data["epoch"] == "1"
     assert bench.registrar.data["rank"] == "1"
+
+
+def card(bench: Bench) -> tuple[str, ...]:
+    data = bench.registrar.data or {}
+    return tuple(data.get(name, "") for name in ("epoch", "rank", "width"))
+
+
+@scenario
+async def test_the_card_of_a_rank_that_stays_names_the_new_epoch(bench: Bench) -> None:
+    await bench.join()
+    assert card(bench) == ("1", "1", "2")
+    await bench.commit(bench.topology(2))
+    await asyncio.sleep(1.0)
+    assert card(bench) == ("1", "1", "2"), "its engine has not switched yet"
+    bench.engine.topology = bench.topology(2)
+    await asyncio.sleep(1.0)
+    assert card(bench) == ("2", "1", "2")
+
+
+@scenario
+async def test_a_new_placement_of_the_same_epoch_changes_no_card(bench: Bench) -> None:
+    await bench.join()
+    before = bench.registrar.registrations
+    await bench.commit(replace(bench.topology(1), placement=1))
+    await asyncio.sleep(1.0)
+    assert bench.registrar.registrations == before
+
+
+@scenario
+async def test_a_card_that_dynamo_did_not_take_is_tried_again(bench: Bench) -> None:
+    await bench.join()
+    bench.engine.topology = bench.topology(2)
+    bench.registrar.failures = 2
+    await bench.commit(bench.topology(2))
+    await asyncio.sleep(3.0)
+    assert card(bench) == ("2", "1", "2")
+
+
+@scenario
+async def test_a_rank_that_leaves_gets_no_new_card(bench: Bench) -> None:
+    await bench.join()
+    await bench.must(Step.DRAIN)
+    bench.engine.topology = bench.topology(2)
+    await bench.commit(bench.topology(2))
+    await asyncio.sleep(1.0)
+    assert bench.registrar.data is None
 
 
 @scenario
