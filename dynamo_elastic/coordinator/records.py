@@ -3,6 +3,7 @@
 /dynamo-elastic/{deployment}/
   owner                 who runs this deployment (lease): a second `serve` is refused
   leader                the coordinator in charge (lease); its create revision is the token
+  controller            the Kubernetes controller in charge (lease)
   topology              Topology in force
   operation             OperationRecord of the one operation under way; absent when idle
   last                  OperationRecord of the newest finished operation
@@ -65,6 +66,10 @@ class Keys:
     @property
     def leader(self) -> str:
         return f"{self.prefix}leader"
+
+    @property
+    def controller(self) -> str:
+        return f"{self.prefix}controller"
 
     @property
     def topology(self) -> str:

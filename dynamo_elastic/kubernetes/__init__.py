@@ -1,0 +1,1 @@
+"""Kubernetes: a pod for each rank, created before it joins and deleted after it has left."""
