@@ -1,19 +1,19 @@
-"""The agent's process: `python -m dynamo_elastic.agent --config FILE`."""
+"""The agent's process: `python -m dynamo_elastic.agent --elastic-config FILE`."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from dynamo_elastic.agent.images import images_or_reason
 from dynamo_elastic.agent.server import AgentServer
 from dynamo_elastic.agent.start import EngineArgv, ImageSource
-from dynamo_elastic.config import DeploymentConfig, load_config
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config_launch import launch_parser, read_launch_line
 from dynamo_elastic.engine.launch import engine_argv
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.failpoints import arm_from_environment
@@ -21,20 +21,14 @@ from dynamo_elastic.failpoints import arm_from_environment
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run until SIGTERM or SIGINT, leaving engines alive, or until stop_all was called."""
-    parser = argparse.ArgumentParser(prog="python -m dynamo_elastic.agent", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="deployment YAML")
-    args = parser.parse_args(argv)
+    parser = launch_parser("agent", "Snapshots, restores and starts the engines of one host.")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s agent %(levelname)s %(message)s")
     arm_from_environment()
     try:
-        asyncio.run(_run(args.config))
+        config, _ = read_launch_line(parser, sys.argv[1:] if argv is None else argv, os.environ)
+        asyncio.run(serve(config, images_or_reason(config), engine_argv))
     except ElasticError as exc:
         sys.exit(f"agent: {exc}")
-
-
-async def _run(path: Path) -> None:
-    config = load_config(path)
-    await serve(config, images_or_reason(config), engine_argv)
 
 
 async def serve(config: DeploymentConfig, images: ImageSource, argv_of: EngineArgv) -> None:

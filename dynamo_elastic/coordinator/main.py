@@ -1,17 +1,16 @@
-"""The coordinator's process: python -m dynamo_elastic.coordinator --config FILE --num-experts N."""
+"""The coordinator's process: `python -m dynamo_elastic.coordinator`."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
-from dynamo_elastic.config import DeploymentConfig, engine_shape, load_config
+from dynamo_elastic.config import DeploymentConfig, engine_shape
+from dynamo_elastic.config_launch import launch_parser, read_launch_line
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
 from dynamo_elastic.coordinator.records import Keys
@@ -22,11 +21,14 @@ from dynamo_elastic.failpoints import arm_from_environment
 
 def main(argv: list[str] | None = None) -> int:
     """Coordinate until SIGTERM or SIGINT (0), or until a setting or a record is bad (1)."""
-    args = _parser().parse_args(argv)
+    parser = launch_parser("coordinator", "Drives scale operations; any number may run, one leads.")
+    parser.add_argument("--num-experts", type=int, required=True, help="experts of the model")
+    arguments = sys.argv[1:] if argv is None else argv
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     arm_from_environment()
     try:
-        asyncio.run(_run(load_config(args.config), args.num_experts))
+        config, own = read_launch_line(parser, arguments, os.environ)
+        asyncio.run(_run(config, own.num_experts))
     except ElasticError as exc:
         sys.stderr.write(f"coordinator: {exc}\n")
         return 1
@@ -56,10 +58,3 @@ async def _run(config: DeploymentConfig, num_experts: int) -> None:
 
 def _name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m dynamo_elastic.coordinator")
-    parser.add_argument("--config", type=Path, required=True, help="deployment YAML")
-    parser.add_argument("--num-experts", type=int, required=True, help="experts of the model")
-    return parser

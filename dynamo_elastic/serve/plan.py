@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config_launch import CONFIG_FLAG, SLOT_FLAG
 from dynamo_elastic.dynamo.environment import dynamo_environment
 from dynamo_elastic.dynamo.launch import frontend_argv, planner_argv
 from dynamo_elastic.serve.processes import ProcessSpec
@@ -25,7 +26,7 @@ def etcd_spec(config: DeploymentConfig) -> ProcessSpec:
 
 
 def agent_spec(config: DeploymentConfig, config_file: Path) -> ProcessSpec:
-    return _ours(config, "agent", "agent", "--config", str(config_file))
+    return _ours(config, "agent", "agent", CONFIG_FLAG, str(config_file))
 
 
 def coordinator_spec(config: DeploymentConfig, config_file: Path, num_experts: int) -> ProcessSpec:
@@ -33,7 +34,7 @@ def coordinator_spec(config: DeploymentConfig, config_file: Path, num_experts: i
         config,
         "coordinator",
         "coordinator",
-        "--config",
+        CONFIG_FLAG,
         str(config_file),
         "--num-experts",
         str(num_experts),
@@ -41,7 +42,9 @@ def coordinator_spec(config: DeploymentConfig, config_file: Path, num_experts: i
 
 
 def shell_spec(config: DeploymentConfig, config_file: Path, slot: int) -> ProcessSpec:
-    return _ours(config, f"slot{slot}", "worker", "--config", str(config_file), "--slot", str(slot))
+    return _ours(
+        config, f"slot{slot}", "worker", CONFIG_FLAG, str(config_file), SLOT_FLAG, str(slot)
+    )
 
 
 def frontend_spec(config: DeploymentConfig) -> ProcessSpec:

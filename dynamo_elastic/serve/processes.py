@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dynamo_elastic.config_sources import VARIABLE_PREFIX
 from dynamo_elastic.errors import ElasticError
 
 log = logging.getLogger(__name__)
@@ -144,9 +145,14 @@ async def _spawn(spec: ProcessSpec) -> asyncio.subprocess.Process:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env={**os.environ, **spec.environment},
+            env={**inherited_environment(), **spec.environment},
             start_new_session=True,
         )
+
+
+def inherited_environment() -> dict[str, str]:
+    """Ours, but for our settings: children get those that are in force in a file."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(VARIABLE_PREFIX)}
 
 
 async def _stop(child: _Child) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
@@ -12,7 +11,8 @@ import sys
 from pathlib import Path
 
 from dynamo_elastic.agent.client import AgentClient
-from dynamo_elastic.config import DeploymentConfig, load_config
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config_launch import add_slot, launch_parser, read_launch_line, read_slot
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.records import Keys, MemberRecord, MemberState
 from dynamo_elastic.dynamo.base import InstanceSpec
@@ -81,19 +81,16 @@ def _instance_spec(config: DeploymentConfig) -> InstanceSpec:
 
 def main() -> None:
     """Parse arguments and run; bad settings end it with one line."""
-    parser = argparse.ArgumentParser(prog="python -m dynamo_elastic.worker")
-    parser.add_argument("--config", type=Path, required=True, help="YAML of the deployment")
-    parser.add_argument("--slot", type=int, required=True, help="GPU slot of this host, from 0")
-    arguments = parser.parse_args()
+    parser = launch_parser("worker", "The shell of one GPU slot: Dynamo instance and participant.")
+    add_slot(parser)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        config = load_config(arguments.config)
-        if not 0 <= arguments.slot < config.scale.max_ranks:
-            raise ConfigError([f"--slot: must be 0-{config.scale.max_ranks - 1}"])
+        config, own = read_launch_line(parser, sys.argv[1:], os.environ)
+        slot = read_slot(own, config, os.environ)
     except ConfigError as exc:
         sys.exit(f"worker: {exc}")
     os.environ.update(dynamo_environment(config))
-    arm_from_environment(worker_id(arguments.slot))
-    asyncio.run(serve(config, arguments.slot))
+    arm_from_environment(worker_id(slot))
+    asyncio.run(serve(config, slot))

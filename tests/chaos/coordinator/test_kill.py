@@ -52,7 +52,7 @@ def write_config(directory: Path, name: str, url: str) -> Path:
 @asynccontextmanager
 async def process(config: Path, failpoint: str = "") -> AsyncIterator[asyncio.subprocess.Process]:
     """A coordinator process; killed on leaving if it lives."""
-    argv = ["-m", "dynamo_elastic.coordinator", f"--config={config}"]
+    argv = ["-m", "dynamo_elastic.coordinator", f"--elastic-config={config}"]
     environment = os.environ | {"PYTHONSAFEPATH": "1", "DYNAMO_ELASTIC_FAILPOINT": failpoint}
     with config.with_suffix(".log").open("ab") as log:
         child = await asyncio.create_subprocess_exec(
