@@ -217,6 +217,8 @@ class TakePhase(StrEnum):
     START = "start"
     BOOT = "boot"
     INSPECT = "inspect"
+    FREEZE = "freeze"
+    """CUDA out of the GPUs; nothing to do without."""
     DUMP = "dump"
     STORE = "store"
     DONE = "done"
@@ -230,6 +232,8 @@ class RestorePhase(StrEnum):
     COMPARE = "compare"
     VERIFY = "verify"
     RESTORE = "restore"
+    THAW = "thaw"
+    """CUDA back into the GPUs; nothing to do without."""
     DONE = "done"
     FAILED = "failed"
 
@@ -247,10 +251,10 @@ def _chain(*phases: P, failed: P) -> dict[P, frozenset[P]]:
 
 _T, _R = TakePhase, RestorePhase
 TAKE_MOVES: Moves[TakePhase] = _chain(
-    _T.START, _T.BOOT, _T.INSPECT, _T.DUMP, _T.STORE, _T.DONE, failed=_T.FAILED
+    *(_T.START, _T.BOOT, _T.INSPECT, _T.FREEZE, _T.DUMP, _T.STORE, _T.DONE), failed=_T.FAILED
 )
 RESTORE_MOVES: Moves[RestorePhase] = _chain(
-    _R.START, _R.COMPARE, _R.VERIFY, _R.RESTORE, _R.DONE, failed=_R.FAILED
+    *(_R.START, _R.COMPARE, _R.VERIFY, _R.RESTORE, _R.THAW, _R.DONE), failed=_R.FAILED
 )
 
 

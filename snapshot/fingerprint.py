@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
 
 import dynamo_elastic
+from dynamo_elastic.snapshot.base import GpuInfo
+from dynamo_elastic.snapshot.cuda_findings import IPC_CACHE
 
-SCHEMA = 1
+SCHEMA = 2
+NONE = "none"
+"""Of what this host, or this engine's environment, does not have."""
 _CPU_FIELDS = ("vendor_id", "cpu family", "model", "stepping", "model name", "flags")
 _SHOWN_CHARS = 60
+_CUDA_RUNTIME = "nvidia-cuda-runtime"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,33 +48,57 @@ class Fingerprint:
     """Digest of what the engine's warm-up depended on."""
     slot: int
     control_dir: str
+    gpu_driver: str
+    """Version of the NVIDIA driver."""
+    gpu_model: str
+    """Name and compute capability of the GPUs that the engine sees."""
+    gpu: str
+    """Their uuids. An image goes back to the GPU that it was made on."""
+    host_gpus: str
+    """Uuids of all GPUs of the host, in the driver's order: it counts them all."""
+    cuda_runtime: str
+    """Of the wheel, and of torch's build."""
+    cuda_visible_devices: str
+    ucx_cuda_ipc_cache: str
 
 
 def mismatches(image: Fingerprint, here: Fingerprint) -> tuple[str, ...]:
     """One line for each field that differs: with any, the image does not fit."""
     return tuple(
-        f"{field.name}: the image has {_short(a)}, here is {_short(b)}"
+        "{}: the image has {}, here is {}".format(field.name, *_shown(str(a), str(b)))
         for field in fields(Fingerprint)
         if (a := getattr(image, field.name)) != (b := getattr(here, field.name))
     )
 
 
-def machine_mismatches(image: Fingerprint, *, criu: str) -> tuple[str, ...]:
+def machine_mismatches(
+    image: Fingerprint, *, criu: str, gpus: Sequence[GpuInfo] | None = None
+) -> tuple[str, ...]:
     """Like mismatches(), of what this machine decides alone, whatever the deployment. `criu`: the
-    version here."""
+    version here; `gpus`: all that are here, None if nobody looked."""
     here = replace(
         image,
         criu=criu,
         kernel=platform.release(),
         cpu=cpu_identity(Path("/proc/cpuinfo").read_text()),
         libc=" ".join(platform.libc_ver()),
+        gpu_driver=_drivers(gpus) if gpus is not None else image.gpu_driver,
+        host_gpus=_uuids(gpus) if gpus is not None else image.host_gpus,
     )
     return mismatches(image, here)
 
 
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+def _shown(a: str, b: str) -> tuple[str, str]:
+    """Both, cut short around where they begin to differ."""
+    pairs = zip(a, b, strict=False)
+    same = next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+    start = max(0, same - _SHOWN_CHARS // 3) if max(len(a), len(b)) > _SHOWN_CHARS else 0
+    return _cut(a, start), _cut(b, start)
+
+
+def _cut(text: str, start: int) -> str:
+    end = start + _SHOWN_CHARS
+    return f"{'...' if start else ''}{text[start:end]}{'...' if text[end:] else ''}"
 
 
 @functools.cache
@@ -76,6 +107,17 @@ def _installed(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+@functools.cache
+def _torch_cuda() -> str:
+    """The CUDA version that torch was built for, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return NONE
+    text = Path(spec.origin).with_name("version.py").read_text()
+    match = re.search(r"^cuda\b[^=]*= '([^']+)'", text, re.MULTILINE)
+    return match[1] if match else NONE
 
 
 @functools.cache
@@ -112,8 +154,11 @@ def read_fingerprint(
     model: str,
     slot: int,
     control_dir: Path,
+    gpus: Sequence[GpuInfo] = (),
 ) -> Fingerprint:
-    """The fingerprint of this host for one engine command."""
+    """The fingerprint of this host for one engine command. `environment`: the variables that change
+    what the engine loads or does; `gpus`: all of the host."""
+    seen = visible_gpus(gpus, environment)
     return Fingerprint(
         schema=SCHEMA,
         python=sys.version.split()[0],
@@ -129,4 +174,38 @@ def read_fingerprint(
         model=model,
         slot=slot,
         control_dir=str(control_dir),
+        gpu_driver=_drivers(gpus),
+        gpu_model=_joined(f"{gpu.name} {gpu.compute_capability}" for gpu in seen),
+        gpu=_uuids(seen),
+        host_gpus=_uuids(gpus),
+        cuda_runtime=f"{_installed(_CUDA_RUNTIME)}, torch for {_torch_cuda()}",
+        cuda_visible_devices=environment.get(VISIBLE_DEVICES, NONE),
+        ucx_cuda_ipc_cache=environment.get(IPC_CACHE, NONE),
     )
+
+
+def visible_gpus(gpus: Sequence[GpuInfo], environment: Mapping[str, str]) -> tuple[GpuInfo, ...]:
+    """Those that an engine with this environment sees, in its order: all without
+    CUDA_VISIBLE_DEVICES, else up to the first entry that names none, as CUDA reads it."""
+    wanted = environment.get(VISIBLE_DEVICES)
+    if wanted is None:
+        return tuple(gpus)
+    found: list[GpuInfo] = []
+    for entry in filter(None, map(str.strip, wanted.split(","))):
+        match = [g for g in gpus if str(g.index) == entry or g.uuid.startswith(entry)]
+        if len(match) != 1:
+            break
+        found += match
+    return tuple(found)
+
+
+def _drivers(gpus: Iterable[GpuInfo]) -> str:
+    return _joined(dict.fromkeys(gpu.driver_version for gpu in gpus))
+
+
+def _uuids(gpus: Iterable[GpuInfo]) -> str:
+    return _joined(gpu.uuid for gpu in gpus)
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return ", ".join(parts) or NONE

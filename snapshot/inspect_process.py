@@ -19,6 +19,7 @@ from dynamo_elastic.snapshot.process import (
     children_of,
     command,
     threads_of,
+    tree_of,
 )
 from dynamo_elastic.snapshot.sockets import socket_names
 
@@ -28,6 +29,7 @@ _MAPS = re.compile(r"^\S+ (?P<mode>\S{4}) \S+ \S+ \S+\s*(?P<path>.*)$")
 _ADDED_BY_SHELL = frozenset({"PWD", "OLDPWD", "_"})
 _WRITABLE = os.O_WRONLY | os.O_RDWR
 _DELETED = " (deleted)"
+_SHARED_MEMORY = "/dev/shm/"
 _CUDA_LISTENER = "a listening unix socket @cuda-uvmfd-"
 """Every process that has initialised CUDA keeps it for good. The network namespace is shared, so a
 second copy of one image, in whatever pid namespace, can't be restored while the first one lives."""
@@ -36,18 +38,31 @@ second copy of one image, in whatever pid namespace, can't be restored while the
 @dataclass(frozen=True, slots=True)
 class Allowed:
     """What may be in an image. `directories`: files of these may be open. `pids`: those of its
-    slot, None if its pid was not chosen. `gpu`: it is on its GPU still, and has the driver open."""
+    slot, None if its pid was not chosen. `gpu`: it is on its GPU still, and has the driver open.
+    `tree`: it and its descendants go into the image together, with pipes, unix sockets and shared
+    memory without a name between them."""
 
     directories: tuple[Path, ...]
     environment: Callable[[str], bool]
     pids: range | None = None
     gpu: bool = False
+    tree: bool = False
 
     def holds(self, path: str) -> bool:
         return any(Path(path).is_relative_to(directory) for directory in self.directories)
 
     def device(self, path: str) -> bool:
         return self.gpu and is_driver_device(path)
+
+    def nameless(self, path: str) -> bool:
+        """True of shared memory that no process outside of the tree can find."""
+        return self.tree and path.startswith(_SHARED_MEMORY) and path.endswith(_DELETED)
+
+    def between(self, socket: str) -> bool:
+        """True of a unix socket that connects the tree with itself, as far as its name tells; CRIU
+        refuses it if the other end is elsewhere."""
+        _, is_unix, name = socket.partition(" unix socket")
+        return self.tree and bool(is_unix) and (not name or self.holds(name.strip()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +99,15 @@ def check_quiescent(process: ProcessRef, allowed: Allowed) -> None:
 def quiescence_findings(process: ProcessRef, allowed: Allowed) -> Iterator[str]:
     """Everything that it holds and an image must not."""
     pid = process.pid
-    yield from descriptor_findings(_descriptors(pid), allowed, socket_names(pid))
-    yield from mapping_findings((PROC / str(pid) / "maps").read_text(), allowed)
+    pids = tree_of(pid) if allowed.tree else (pid,)
+    descriptors = [d for member in pids for d in _descriptors(member)]
+    yield from descriptor_findings(descriptors, allowed, socket_names(pid))
+    for member in pids:
+        yield from mapping_findings((PROC / str(member) / "maps").read_text(), allowed)
+    # What a process starts its children with is its own doing.
     yield from environment_findings((PROC / str(pid) / "environ").read_bytes(), allowed)
-    yield from _company_findings(process)
-    yield from thread_findings(threads_of(pid), allowed)
+    yield from _company_findings(process, pids)
+    yield from thread_findings([t for member in pids for t in threads_of(member)], allowed)
 
 
 def descriptor_findings(
@@ -109,12 +128,15 @@ def _problem(d: Descriptor, world: _World) -> str:
     kind, _, rest = d.target.partition(":")
     if kind == "socket":
         name = world.sockets.get(rest.strip("[]"), "a socket")
-        return "" if name.startswith(_CUDA_LISTENER) else name
+        ours = name.startswith(_CUDA_LISTENER) or world.allowed.between(name)
+        return "" if ours else name
     if kind == "pipe":
         return "" if world.pipes[d.target] == {True, False} else "a pipe to another process"
     if kind == "anon_inode":
         return "" if rest in _PLAIN_ANON else f"{rest.strip('[]')} can't be in an image"
     if d.target in _PLAIN_DEVICES or d.target.startswith("/memfd:"):
+        return ""
+    if world.allowed.nameless(d.target):
         return ""
     if d.device or d.target.startswith("/dev/"):
         return "" if world.allowed.device(d.target) else "a device"
@@ -136,10 +158,11 @@ def mapping_findings(maps: str, allowed: Allowed) -> Iterator[str]:
     found: dict[str, None] = {}
     for line in maps.splitlines():
         match = _MAPS.match(line)
-        if match is not None and not allowed.device(match["path"]):
-            finding = _mapping_finding(match["path"], match["mode"])
-            if finding:
-                found[finding] = None
+        if match is None or allowed.device(match["path"]) or allowed.nameless(match["path"]):
+            continue
+        finding = _mapping_finding(match["path"], match["mode"])
+        if finding:
+            found[finding] = None
     yield from found
 
 
@@ -148,9 +171,9 @@ def _mapping_finding(path: str, mode: str) -> str:
         return f"mapping of {path}"
     if not path.startswith("/") or path.startswith(("/dev/zero", "/memfd:")):
         return ""
-    if path.startswith("/dev/") and not path.startswith("/dev/shm/"):
+    if path.startswith("/dev/") and not path.startswith(_SHARED_MEMORY):
         return f"mapping of device {path}"
-    if mode.endswith("s") and ("w" in mode or path.startswith("/dev/shm/")):
+    if mode.endswith("s") and ("w" in mode or path.startswith(_SHARED_MEMORY)):
         return f"mapping of {path}, shared with other processes"
     return ""
 
@@ -173,16 +196,16 @@ def thread_findings(threads: Collection[int], allowed: Allowed) -> Iterator[str]
         )
 
 
-def _company_findings(process: ProcessRef) -> Iterator[str]:
+def _company_findings(process: ProcessRef, members: Collection[int]) -> Iterator[str]:
     """Other processes: children, and what was started and left to the namespace's first process."""
-    for child in children_of(process.pid):
+    children = [c for c in children_of(process.pid) if c not in members]
+    for child in children:
         yield f"child process {child} ({command(child)}): end it"
     namespace = namespace_of(process)
     if namespace is None:
         return
-    children = set(children_of(process.pid))
     for other in namespace.processes():
-        if other != process and other.pid not in children:
+        if other.pid not in members and other.pid not in children:
             yield f"process {other.pid} ({command(other.pid)}) in its namespace: end it"
 
 

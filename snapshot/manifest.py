@@ -11,8 +11,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from dynamo_elastic.errors import SnapshotDamaged
 from dynamo_elastic.snapshot.fingerprint import Fingerprint
+from dynamo_elastic.snapshot.sizes import ImageSizes
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MANIFEST_FILE = "manifest.json"
 
 
@@ -23,6 +24,15 @@ class ImageFile:
     name: str
     size_bytes: int
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class GpuState:
+    """What of the image was on GPUs. `processes`: so many of them held CUDA, 0 without a GPU."""
+
+    processes: int = 0
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    """Needed on each GPU (by uuid) to come back; those of which NVML did not tell are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,8 @@ class Manifest:
     """Of the phases of take_snapshot()."""
     engine: dict[str, Any] = field(default_factory=dict)
     """What the engine wrote when it was detached and ready."""
+    gpu: GpuState = field(default_factory=GpuState)
+    sizes: ImageSizes = field(default_factory=ImageSizes)
     schema_version: int = SCHEMA_VERSION
     digest: str = ""
     """Of the manifest itself without this field; encode() fills it in."""
@@ -74,7 +86,10 @@ def decode(data: bytes, where: str) -> Manifest:
     """Raises SnapshotDamaged naming `where`, also if one byte is not what encode() made."""
     schema = _schema_of(data)
     if schema is not None and schema != SCHEMA_VERSION:
-        raise SnapshotDamaged(f"{where}: schema {schema} is not {SCHEMA_VERSION}; make it anew")
+        raise SnapshotDamaged(
+            f"{where}: written in schema {schema}, this version reads {SCHEMA_VERSION}: "
+            "remove it and create the image anew"
+        )
     try:
         manifest = _ADAPTER.validate_json(data)
     except ValidationError as exc:

@@ -84,6 +84,23 @@ def kill_and_wait(process: ProcessRef, *, timeout_s: float) -> None:
         os.close(fd)
 
 
+def kill_session(leader: ProcessRef, *, timeout_s: float) -> None:
+    """SIGKILL it and all of the session that it leads; they are gone on return. Idempotent. Raises
+    EngineError like kill_and_wait()."""
+    while members := _session(leader):
+        for process in members:
+            kill_and_wait(process, timeout_s=timeout_s)
+
+
+def _session(leader: ProcessRef) -> list[ProcessRef]:
+    now = identify(leader.pid)
+    if now is not None and now != leader:
+        return []  # nobody gets the id of a session that somebody is still in
+    members = (int(e.name) for e in PROC.iterdir() if e.name.isdigit())
+    found = [identify(pid) for pid in members if session_of(pid) == leader.pid]
+    return [process for process in found if process is not None]
+
+
 def namespace_pid(pid: int) -> int:
     """The pid of `pid` in its innermost pid namespace. Raises ProcessLookupError if gone."""
     try:
@@ -103,6 +120,14 @@ def threads_of(pid: int) -> tuple[int, ...]:
             continue
         found.append(_innermost(status, "NSpid:"))
     return tuple(sorted(found))
+
+
+def tree_of(pid: int) -> tuple[int, ...]:
+    """`pid` and all its descendants, as we see them, parents first."""
+    tree = [pid]
+    for member in tree:
+        tree += children_of(member)
+    return tuple(tree)
 
 
 def pids_inside(pid: int) -> Iterator[tuple[int, str]]:
@@ -130,6 +155,12 @@ class HostMemory:
     @property
     def total_bytes(self) -> int:
         return self.private_bytes + self.shared_bytes
+
+    def since(self, before: HostMemory) -> HostMemory:
+        """What was gained; negative if less is left."""
+        return HostMemory(
+            self.private_bytes - before.private_bytes, self.shared_bytes - before.shared_bytes
+        )
 
 
 def memory_of(processes: Iterable[ProcessRef]) -> HostMemory:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo_elastic.errors import PidClash, SnapshotMismatch
+from dynamo_elastic.errors import PidClash, ProcessesLost, SnapshotMismatch
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.snapshot.base import (
     BOOT_LOG,
     RESTORE_MOVES,
+    CudaState,
     Imager,
     Namespace,
     Notify,
@@ -18,11 +21,14 @@ from dynamo_elastic.snapshot.base import (
 )
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.fingerprint import Fingerprint, mismatches
+from dynamo_elastic.snapshot.freeze import cuda_processes, thaw
+from dynamo_elastic.snapshot.gpu import NO_GPU, Gpu, check_free
 from dynamo_elastic.snapshot.locks import work_directory
 from dynamo_elastic.snapshot.manifest import Manifest
-from dynamo_elastic.snapshot.process import ProcessRef
+from dynamo_elastic.snapshot.process import ProcessRef, kill_tree
 
 _REAP_TIMEOUT_S = 2.0
+_KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +47,31 @@ def restore_snapshot(
     imager: Imager,
     namespace: Namespace,
     timeout_s: float,
+    gpu: Gpu = NO_GPU,
     notify: Notify[RestorePhase] | None = None,
 ) -> Restored:
-    """The image's process runs in `namespace`; the caller gives it its identity.
+    """The image's process runs in `namespace`, on its GPUs; the caller gives it its identity.
+    Restores of different images may run side by side.
 
-    Nobody can remove the image meanwhile. Raises SnapshotNotFound, SnapshotMismatch or
-    SnapshotDamaged, before anything of the image was run; PidClash or ImagerError, and nothing is
-    left running.
+    Nobody can remove the image meanwhile. Raises SnapshotNotFound, SnapshotMismatch,
+    GpuMemoryShort or SnapshotDamaged, before anything of the image was run; PidClash, ImagerError,
+    CudaError or ProcessesLost, and nothing is left running.
     """
+    deadline = time.monotonic() + timeout_s
     track = Track(RESTORE_MOVES, RestorePhase.START, notify)
     try:
         track.to(RestorePhase.COMPARE)
         differences = mismatches(manifest.fingerprint, here)
         if differences:
             raise SnapshotMismatch(manifest.image_id, differences)
+        check_free(gpu.inventory, manifest.gpu.device_bytes)
         track.to(RestorePhase.VERIFY)
         with catalog.hold(manifest.image_id):
             directory = catalog.verify(manifest)
             track.to(RestorePhase.RESTORE)
             process = _restore(manifest, directory, imager, namespace, timeout_s)
+        track.to(RestorePhase.THAW)
+        _thaw(manifest, process, gpu, deadline - time.monotonic())
         catalog.touch(manifest.image_id)
         track.to(RestorePhase.DONE)
     except BaseException:
@@ -82,3 +94,24 @@ def _restore(
         raise PidClash(argv, errno.EEXIST, str(holder), pid=holder.pid)
     with work_directory() as work_dir:
         return imager.restore(directory, namespace, work_dir=work_dir, timeout_s=timeout_s)
+
+
+def _thaw(manifest: Manifest, process: ProcessRef, gpu: Gpu, timeout_s: float) -> None:
+    """Its CUDA processes are back on their GPUs, or all of it is gone."""
+    if manifest.gpu.processes == 0:
+        return
+    failpoint("restore.before_thaw")
+    try:
+        holders = cuda_processes(process, gpu.driver)
+        if len(holders) != manifest.gpu.processes:
+            states = {holder.pid: CudaState.CHECKPOINTED for holder in holders}
+            raise ProcessesLost(
+                states or {process.pid: "unknown"},
+                f"{manifest.gpu.processes} held CUDA when the image was made, "
+                f"{len(holders)} do after its restore",
+            )
+        thaw(holders, gpu.driver, timeout_s=timeout_s)
+        failpoint("restore.thawed")
+    except BaseException:
+        kill_tree(process.pid, timeout_s=_KILL_TIMEOUT_S)
+        raise

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dynamo_elastic.errors import SnapshotError
+from dynamo_elastic.errors import NotQuiescent, SnapshotError
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.snapshot.base import (
     BOOT_LOG,
     TAKE_MOVES,
@@ -25,11 +26,23 @@ from dynamo_elastic.snapshot.base import (
     first_pid,
 )
 from dynamo_elastic.snapshot.catalog import Catalog
+from dynamo_elastic.snapshot.cuda_findings import cuda_findings, report_findings
 from dynamo_elastic.snapshot.fingerprint import Fingerprint
-from dynamo_elastic.snapshot.inspect_process import Allowed, check_quiescent
+from dynamo_elastic.snapshot.freeze import cuda_processes, freeze
+from dynamo_elastic.snapshot.gpu import NO_GPU, Gpu, devices_of_all
+from dynamo_elastic.snapshot.inspect_process import Allowed, check_quiescent, quiescence_findings
 from dynamo_elastic.snapshot.locks import work_directory
-from dynamo_elastic.snapshot.manifest import Manifest
-from dynamo_elastic.snapshot.process import ProcessRef, alive, namespace_pid, threads_of
+from dynamo_elastic.snapshot.manifest import GpuState, Manifest
+from dynamo_elastic.snapshot.process import (
+    HostMemory,
+    ProcessRef,
+    alive,
+    memory_of,
+    namespace_pid,
+    threads_of,
+    tree_of,
+)
+from dynamo_elastic.snapshot.sizes import image_sizes
 
 MakeNamespace = Callable[[Mapping[Path, Path]], AbstractContextManager[Namespace]]
 
@@ -60,19 +73,22 @@ def take_snapshot(
     catalog: Catalog,
     imager: Imager,
     make_namespace: MakeNamespace,
+    gpu: Gpu = NO_GPU,
     notify: Notify[TakePhase] | None = None,
 ) -> Manifest:
     """The image is in the catalog. The process ran in a namespace of its own, with a control
-    directory of its own in place of the real one, so engines that live are not disturbed.
+    directory of its own in place of the real one, so engines that live are not disturbed. What it
+    had on GPUs is in the image; that it can come back from there is known once it has.
 
     Raises SnapshotError (the process did not come up in time, the disk is full, the image is too
-    large), NotQuiescent, ImagerError or ResourceMissing; then no process, mount, directory or part
-    of an image is left. If we are killed, the process and its namespace end with us; directories
-    that stay are removed by remove_abandoned() and Catalog.remove_partials().
+    large), NotQuiescent, CudaError, ProcessesLost, ImagerError or ResourceMissing; then no process,
+    mount, directory or part of an image is left. If we are killed, the process and its namespace
+    end with us; directories that stay are removed by remove_abandoned() and
+    Catalog.remove_partials().
     """
     track = Track(TAKE_MOVES, TakePhase.START, notify)
     try:
-        return _take(request, catalog, imager, make_namespace, track)
+        return _take(request, catalog, imager, make_namespace, gpu, track)
     except BaseException:
         track.to(TakePhase.FAILED)
         raise
@@ -83,6 +99,7 @@ def _take(
     catalog: Catalog,
     imager: Imager,
     make_namespace: MakeNamespace,
+    gpu: Gpu,
     track: Track[TakePhase],
 ) -> Manifest:
     request.control_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -96,15 +113,23 @@ def _take(
         engine = _wait_ready(process, control_dir, request)
 
         track.to(TakePhase.INSPECT)
+        holders = cuda_processes(process, gpu.driver)
+        _check_holders(process, holders, request.allowed, engine)
+
+        track.to(TakePhase.FREEZE)
+        gpu_state, gained = _freeze(holders, gpu, request.dump_timeout_s)
         check_quiescent(process, request.allowed)
-        root_pid, thread_ids = namespace_pid(process.pid), threads_of(process.pid)
+        root_pid = namespace_pid(process.pid)
+        thread_ids = tuple(sorted(t for pid in tree_of(process.pid) for t in threads_of(pid)))
 
         track.to(TakePhase.DUMP)
         image_id = _new_image_id(request.slot)
         draft = stack.enter_context(catalog.draft(image_id))
         imager.dump(process, draft.directory, namespace, timeout_s=request.dump_timeout_s)
+        failpoint("take.dumped")
 
         track.to(TakePhase.STORE)
+        sizes = image_sizes(draft.directory, gained)
         files = catalog.seal(draft)
         _check_size(sum(file.size_bytes for file in files), request)
         manifest = Manifest(
@@ -117,10 +142,39 @@ def _take(
             thread_ids=thread_ids,
             timings_s={name: round(value, 4) for name, value in track.timings_s().items()},
             engine=engine,
+            gpu=gpu_state,
+            sizes=sizes,
         )
         manifest = catalog.publish(draft, manifest)
         track.to(TakePhase.DONE)
         return manifest
+
+
+def _check_holders(
+    process: ProcessRef,
+    holders: Sequence[ProcessRef],
+    allowed: Allowed,
+    engine: Mapping[str, Any],
+) -> None:
+    """Raises NotQuiescent with all that is in the way, as long as it is on its GPU."""
+    findings = [*quiescence_findings(process, replace(allowed, gpu=bool(holders)))]
+    for holder in holders:
+        findings += cuda_findings(holder.pid)
+    if holders:
+        findings += report_findings(engine)
+    if findings:
+        raise NotQuiescent(findings)
+
+
+def _freeze(
+    holders: Sequence[ProcessRef], gpu: Gpu, timeout_s: float
+) -> tuple[GpuState, HostMemory]:
+    """What left the GPUs, and the host memory that the processes gained by that."""
+    state = GpuState(len(holders), devices_of_all(gpu.inventory, holders))
+    before = memory_of(holders)
+    freeze(holders, gpu.driver, timeout_s=timeout_s)
+    failpoint("take.frozen")
+    return state, memory_of(holders).since(before)
 
 
 def _check_size(size_bytes: int, request: TakeRequest) -> None:

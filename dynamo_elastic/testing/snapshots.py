@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dynamo_elastic.snapshot.catalog import Catalog
-from dynamo_elastic.snapshot.fingerprint import Fingerprint
+from dynamo_elastic.snapshot.fingerprint import NONE, SCHEMA, Fingerprint
 from dynamo_elastic.snapshot.manifest import Manifest
 
 FINGERPRINT = Fingerprint(
-    schema=1,
+    schema=SCHEMA,
     python="3.11.7",
     torch="2.13.0",
     nixl="1.5.1",
@@ -23,6 +23,13 @@ FINGERPRINT = Fingerprint(
     model="aaaaaaaaaaaaaaaa",
     slot=0,
     control_dir="/run/test/slots/0",
+    gpu_driver=NONE,
+    gpu_model=NONE,
+    gpu=NONE,
+    host_gpus=NONE,
+    cuda_runtime=NONE,
+    cuda_visible_devices=NONE,
+    ucx_cuda_ipc_cache=NONE,
 )
 
 

@@ -222,8 +222,8 @@ def test_every_byte_of_the_manifest_counts(catalog: Catalog) -> None:
 def test_other_schema_is_named(catalog: Catalog) -> None:
     make(catalog)
     path = catalog.root / "slot0-a" / MANIFEST_FILE
-    path.write_bytes(path.read_bytes().replace(b'"schema_version": 2', b'"schema_version": 1'))
-    with pytest.raises(SnapshotDamaged, match="schema 1 is not 2"):
+    path.write_bytes(path.read_bytes().replace(b'"schema_version": 3', b'"schema_version": 1'))
+    with pytest.raises(SnapshotDamaged, match="schema 1, this version reads 3"):
         catalog.inspect("slot0-a")
 
 
