@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynamo_elastic.types import Region, WorkerId
 
@@ -49,6 +49,25 @@ def plan_dense(
         for joiner in sorted(set(joiners))
         for source, offset, size_bytes in shares
     )
+
+
+def reassign(
+    chunks: Collection[Chunk], lost: WorkerId, survivors: Collection[WorkerId]
+) -> tuple[Chunk, ...]:
+    """What the survivors send in place of the `lost` source: its chunks of `chunks`, each to its
+    target at its place, whether it had landed or not; spread by size. Every source holds the same
+    bytes. Raises ValueError if nobody survives."""
+    ours = sorted(set(survivors) - {lost})
+    if not ours:
+        raise ValueError(f"nobody is left to send what {lost} did not")
+    orphans = sorted((c for c in chunks if c.source == lost), key=lambda c: (c.target, c.to_offset))
+    total_bytes = sum(c.size_bytes for c in orphans)
+    taken: list[Chunk] = []
+    planned_bytes = 0
+    for chunk in orphans:
+        taken.append(replace(chunk, source=ours[planned_bytes * len(ours) // total_bytes]))
+        planned_bytes += chunk.size_bytes
+    return tuple(taken)
 
 
 def plan_copies(

@@ -11,21 +11,31 @@ import xxhash
 
 from dynamo_elastic.comm.base import MemoryKind, Span, Transfer, TransferAgent, TransferState
 from dynamo_elastic.comm.transfer_plan import Chunk
-from dynamo_elastic.errors import DigestMismatch, TransferError, TransferTimeout
+from dynamo_elastic.errors import (
+    DigestMismatch,
+    TransferError,
+    TransferTimeout,
+    TransferTooSlow,
+)
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.types import WorkerId
 
 _POLL_INTERVAL_S = 0.0005
 _BATCHES_IN_FLIGHT = 4
+_FLOOR_GRACE_S = 0.1
+"""First use of a path, and a busy host, are no reason to end a push."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a push may take: bytes in flight, seconds for one transfer, and seconds in all."""
+    """What a push may take: bytes in flight, seconds for one transfer, and seconds in all. With a
+    floor, a push that falls below it is ended: inside a host it has left NVLink, and would take a
+    hundred times as long with every byte right."""
 
     window_bytes: int
     transfer_timeout_s: float
     timeout_s: float
+    floor_gbps: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +70,9 @@ def push(
     """Write `chunks` from our `arena` into their targets' arenas; the number of bytes written.
 
     All of it has landed when this returns. Raises TransferTimeout if one transfer, or all of it,
-    took too long, and TransferError if one failed, with the bytes known to have landed at that
-    remote; more may still land until the remote closes its agent. Blocks, sleeping between looks.
+    took too long, TransferTooSlow below the floor, and TransferError if one failed, with the bytes
+    known to have landed at that remote; more may still land until the remote closes its agent.
+    Blocks, sleeping between looks.
     """
     sender = _Sender(agent, kind, limits)
     batch_bytes = limits.window_bytes // _BATCHES_IN_FLIGHT
@@ -82,7 +93,8 @@ class _Sender:
         self._agent = agent
         self._kind = kind
         self._limits = limits
-        self._deadline = time.monotonic() + limits.timeout_s
+        self._begun = time.monotonic()
+        self._deadline = self._begun + limits.timeout_s
         self._flying: deque[tuple[_Batch, Transfer, float]] = deque()
         self._flying_bytes = 0
         self._done_bytes: Counter[str] = Counter()
@@ -115,8 +127,9 @@ class _Sender:
             while transfer.poll() is TransferState.RUNNING:
                 if time.monotonic() >= until:
                     raise self._timeout(batch.remote)
+                self._check_floor(batch.remote)
                 time.sleep(_POLL_INTERVAL_S)
-        except TransferTimeout:
+        except (TransferTimeout, TransferTooSlow):
             raise
         except TransferError as exc:
             raise self._failure(batch.remote) from exc
@@ -124,6 +137,20 @@ class _Sender:
         transfer.release()
         self._flying_bytes -= batch.size_bytes
         self._done_bytes[batch.remote] += batch.size_bytes
+
+    def _check_floor(self, remote: str) -> None:
+        elapsed_s = time.monotonic() - self._begun
+        if not self._limits.floor_gbps or elapsed_s < _FLOOR_GRACE_S:
+            return
+        # The oldest transfer is not done: had the floor been kept, it would be.
+        owed_bytes = self._done_bytes.total() + self._flying[0][0].size_bytes
+        if owed_bytes < self._limits.floor_gbps * 1e9 * (elapsed_s - _FLOOR_GRACE_S):
+            raise TransferTooSlow(
+                f"a push left NVLink, below {self._limits.floor_gbps} GB/s",
+                remote=remote,
+                bytes_done=self._done_bytes[remote],
+                gbps=self._done_bytes.total() / elapsed_s / 1e9,
+            )
 
     def _timeout(self, remote: str) -> TransferTimeout:
         done = self._done_bytes[remote]
