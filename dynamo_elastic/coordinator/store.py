@@ -18,6 +18,7 @@ class Versioned:
     value: bytes
     create_revision: int
     mod_revision: int
+    lease: LeaseId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Changed:
     key: str
     value: bytes | None
     mod_revision: int
+    lease: LeaseId | None = None
 
 
 class Watch(Protocol):

@@ -1,24 +1,27 @@
 """Decisions of Dynamo's planner, made into targets of ours and acknowledged.
 
-v1/{namespace}/planner/
-  num_decode_workers   replicas that the planner wants (lease of the planner)
-  decision_id          written after it; counts up, and may start at 0 again with a new planner
-  scaled_decision_id   our acknowledgement; without one the planner decides nothing more
-
-A decision is named by the mod_revision of its id, which never repeats, and counts as acknowledged
-if the acknowledgement is younger. The acknowledgement is on no lease, so it outlives us.
+The acknowledgement is on no lease: it outlives us, and is written again if somebody takes it away.
+How each fault of Dynamo's virtual environment is survived: docs/planner.md.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from dynamo_elastic.coordinator.records import Keys, OutcomeStatus, TargetOutcome
-from dynamo_elastic.coordinator.store import Changed, Put, Store, Versioned
+from dynamo_elastic.coordinator.records import (
+    Keys,
+    OutcomeStatus,
+    TargetOutcome,
+    WarningRecord,
+    encode,
+)
+from dynamo_elastic.coordinator.store import Changed, Delete, Put, Store, Versioned
 from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
+from dynamo_elastic.dynamo.decisions import Decision, PlannerKeys, Writers, pending_decision
 from dynamo_elastic.errors import OutcomeUnknown, StoreError, TargetRefused
 from dynamo_elastic.topology import EngineShape, ScaleLimits, legal_width, refusal
 
@@ -26,29 +29,8 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _OUTCOME_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerKeys:
-    """Where Dynamo's planner and its environment meet, in etcd."""
-
-    namespace: str
-
-    @property
-    def prefix(self) -> str:
-        return f"v1/{self.namespace}/planner/"
-
-    @property
-    def ranks(self) -> str:
-        return f"{self.prefix}num_decode_workers"
-
-    @property
-    def decision(self) -> str:
-        return f"{self.prefix}decision_id"
-
-    @property
-    def acknowledged(self) -> str:
-        return f"{self.prefix}scaled_decision_id"
+_UNMET, _RIVALS = "planner", "planners"
+"""Names of our warnings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +40,6 @@ class Widths:
     shape: EngineShape
     limits: ScaleLimits
     slots: int
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The planner wants `ranks` ranks."""
-
-    decision_id: str
-    revision: int
-    ranks: int
-
-    @property
-    def request_id(self) -> str:
-        return f"planner-{self.decision_id}-{self.revision}"
-
-
-def pending_decision(stored: dict[str, Versioned | Changed], keys: PlannerKeys) -> Decision | None:
-    """The decision in `stored` that has not been acknowledged. Pure."""
-    named, ranks, ack = (stored.get(k) for k in (keys.decision, keys.ranks, keys.acknowledged))
-    if named is None or ranks is None or named.value is None or ranks.value is None:
-        return None
-    if ack is not None and ack.mod_revision > named.mod_revision:
-        return None
-    try:
-        return Decision(named.value.decode(), named.mod_revision, int(ranks.value))
-    except ValueError:
-        log.error("planner decision %r wants %r ranks: ignored", named.value, ranks.value)
-        return None
 
 
 class PlannerWatcher:
@@ -119,8 +74,11 @@ class PlannerWatcher:
     async def _follow(self) -> None:
         acting: asyncio.Task[None] | None = None
         of: Decision | None = None
+        writers = Writers()
         async with self._store.watch(self._planner.prefix) as watch, asyncio.TaskGroup() as tasks:
             stored: dict[str, Versioned | Changed] = {v.key: v for v in watch.snapshot}
+            if self._planner.decision in stored:
+                writers.saw(stored[self._planner.decision])
             events = aiter(watch)
             while True:
                 decision = pending_decision(stored, self._planner)
@@ -129,24 +87,50 @@ class PlannerWatcher:
                         acting.cancel()
                         await asyncio.wait([acting])
                     acting, of = tasks.create_task(self._act(decision)), decision
+                elif decision is not None and acting is not None and acting.done():
+                    # Not to be acted on again: others may have scaled since.
+                    await self._acknowledge(decision)
                 change = await anext(events)
                 stored[change.key] = change
+                if change.key == self._planner.decision:
+                    await self._look_for_rivals(writers, change)
+
+    async def _look_for_rivals(self, writers: Writers, change: Changed) -> None:
+        """Warn of two planners in one namespace, until the one that wrote last has ended."""
+        why = writers.saw(change)
+        if why:
+            text = f"two planners decide in {self._planner.prefix} ({why}); stop one of them"
+            await self._warn(_RIVALS, text)
+        elif change.value is None:
+            await self._warn(_RIVALS, "")
 
     async def _act(self, decision: Decision) -> None:
         """Ask for the nearest legal width, and acknowledge when it has ended either way."""
         while True:
             try:
                 shortfall = await self._scale(decision)
-                await self._store.txn(
-                    [], [Put(self._planner.acknowledged, decision.decision_id.encode())]
-                )
+                wanted = f"planner decision {decision.decision_id} wanted {decision.ranks} ranks"
+                await self._warn(_UNMET, shortfall and f"{wanted}: {shortfall}")
+                await self._acknowledge(decision)
                 break
             except StoreError as exc:
                 log.warning("decision %s is not settled yet: %s", decision.decision_id, exc)
                 await asyncio.sleep(_RETRY_S)
         if shortfall:
-            log.warning("planner decision %s: %s", decision.decision_id, shortfall)
             await self._on_unreached(shortfall)
+
+    async def _acknowledge(self, decision: Decision) -> None:
+        put = Put(self._planner.acknowledged, decision.decision_id.encode())
+        await self._store.txn([], [put])
+
+    async def _warn(self, name: str, text: str) -> None:
+        """Show `text` in the status, '' for nothing any more. Raises StoreError."""
+        key = self._keys.warning(name)
+        if text:
+            log.warning("%s", text)
+            await self._store.txn([], [Put(key, encode(WarningRecord(text, time.time())))])
+        else:
+            await self._store.txn([], [Delete(key)])
 
     async def _scale(self, decision: Decision) -> str:
         """Why `decision` did not get what it wanted; '' if it did. Raises StoreError."""

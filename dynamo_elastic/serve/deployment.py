@@ -17,7 +17,8 @@ from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.records import Keys, OperationRecord, decode
 from dynamo_elastic.coordinator.session import Session
 from dynamo_elastic.coordinator.store import Delete, Guard, Put, Store
-from dynamo_elastic.dynamo.watcher import PlannerKeys, PlannerWatcher, Widths
+from dynamo_elastic.dynamo.decisions import PlannerKeys
+from dynamo_elastic.dynamo.watcher import PlannerWatcher, Widths
 from dynamo_elastic.errors import ConfigError, ElasticError, GuardFailed, StoreError
 from dynamo_elastic.phases import Phase
 from dynamo_elastic.serve import plan

@@ -22,10 +22,11 @@ from dynamo_elastic.coordinator.records import (
 )
 from dynamo_elastic.coordinator.store import Put
 from dynamo_elastic.dynamo.base import Context, InstanceSpec, Load
+from dynamo_elastic.dynamo.decisions import PlannerKeys
 from dynamo_elastic.dynamo.environment import dynamo_environment
 from dynamo_elastic.dynamo.launch import PlannerControl, PlannerRefused, planner_argv
 from dynamo_elastic.dynamo.runtime import DynamoInstance
-from dynamo_elastic.dynamo.watcher import PlannerKeys, PlannerWatcher, Widths
+from dynamo_elastic.dynamo.watcher import PlannerWatcher, Widths
 from dynamo_elastic.testing.deployments import asyncio_test
 from dynamo_elastic.testing.dynamo_processes import dynamo_deployment, process
 from dynamo_elastic.testing.etcd_process import etcd_process

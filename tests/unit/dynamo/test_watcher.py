@@ -13,11 +13,13 @@ from dynamo_elastic.coordinator.records import (
     OutcomeStatus,
     TargetOutcome,
     TargetRecord,
+    WarningRecord,
     decode,
     encode,
 )
 from dynamo_elastic.coordinator.store import Delete, Put
-from dynamo_elastic.dynamo.watcher import PlannerKeys, PlannerWatcher, Widths
+from dynamo_elastic.dynamo.decisions import PlannerKeys
+from dynamo_elastic.dynamo.watcher import PlannerWatcher, Widths
 from dynamo_elastic.errors import StoreUnavailable
 from dynamo_elastic.testing.store import FakeStore
 from dynamo_elastic.testing.virtual_time import run
@@ -49,6 +51,11 @@ class Bench:
     def acknowledged(self) -> str:
         stored = self.store.data.get(PLANNER.acknowledged)
         return "" if stored is None else stored.value.decode()
+
+    @property
+    def warnings(self) -> list[str]:
+        stored = [v for k, v in self.store.data.items() if k.startswith(KEYS.warnings)]
+        return [decode(WarningRecord, v.value).text for v in stored]
 
     async def coordinate(self) -> None:
         while True:
@@ -119,9 +126,15 @@ def test_what_is_not_had_is_acknowledged_with_its_reason(
         bench.status = status
         async with bench.watching():
             await bench.decide(0, wanted)
-        assert [t.ranks for t in bench.targets] == [asked]
-        assert bench.acknowledged == "0"
-        assert reason in bench.unreached[0]
+            assert [t.ranks for t in bench.targets] == [asked]
+            assert bench.acknowledged == "0"
+            assert reason in bench.unreached[0]
+            # The status says so, until a decision is met.
+            assert f"planner decision 0 wanted {wanted} ranks: " in bench.warnings[0]
+            assert reason in bench.warnings[0]
+            bench.status = OutcomeStatus.REACHED
+            await bench.decide(1, 4)
+            assert bench.warnings == []
 
     run(main())
 
@@ -204,6 +217,18 @@ def test_a_store_that_goes_away_is_waited_for() -> None:
         async with bench.watching():
             bench.store.break_watches()
             await bench.decide(0, 4)
+        assert ([t.ranks for t in bench.targets], bench.acknowledged) == ([4], "0")
+
+    run(main())
+
+
+def test_an_acknowledgement_that_is_taken_away_comes_back_without_a_new_target() -> None:
+    async def main() -> None:
+        bench = Bench()
+        async with bench.watching():
+            await bench.decide(0, 4)
+            await bench.store.txn([], [Delete(PLANNER.acknowledged)])
+            await asyncio.sleep(1.0)
         assert ([t.ranks for t in bench.targets], bench.acknowledged) == ([4], "0")
 
     run(main())
