@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dynamo_elastic.errors import CudaError, EngineError, ProcessesLost
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.snapshot.base import CUDA_MOVES, CudaDriver, CudaOperation, CudaState
-from dynamo_elastic.snapshot.process import ProcessRef, children_of, identify, kill_and_wait
+from dynamo_elastic.snapshot.process import ProcessRef, identify, kill_and_wait, tree_of
 
 Kill = Callable[[ProcessRef], None]
 
@@ -22,16 +22,8 @@ def kill_lost(process: ProcessRef) -> None:
 
 def cuda_processes(root: ProcessRef, driver: CudaDriver) -> tuple[ProcessRef, ...]:
     """`root` and those of its descendants that hold CUDA; () for an engine without a GPU."""
-    found: list[ProcessRef] = []
-    todo = [root.pid]
-    while todo:
-        process = identify(todo.pop())
-        if process is None:
-            continue
-        if driver.holds_cuda(process.pid):
-            found.append(process)
-        todo += children_of(process.pid)
-    return tuple(found)
+    members = (identify(pid) for pid in tree_of(root.pid))
+    return tuple(p for p in members if p is not None and driver.holds_cuda(p.pid))
 
 
 def freeze(

@@ -1,17 +1,23 @@
-"""An imager without CRIU: it starts the dumped command again. For tests without root."""
+"""An imager without CRIU, which starts the dumped command again, for tests without root; and one
+with which made-up CUDA state goes into an image, for tests without a GPU."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from dynamo_elastic.errors import ImagerError, PidClash
-from dynamo_elastic.snapshot.base import Command, Namespace
+from dynamo_elastic.snapshot.base import Command, CudaState, Imager, Namespace
 from dynamo_elastic.snapshot.namespace import HostNamespace
-from dynamo_elastic.snapshot.process import PROC, ProcessRef, alive, kill_and_wait
+from dynamo_elastic.snapshot.process import PROC, ProcessRef, alive, kill_and_wait, tree_of
+from dynamo_elastic.testing.cuda import FakeCudaProcess, FakeGpuHost
 
 _IMAGE = "pages-1.img"
 _TIMEOUT_S = 5.0
+_CUDA = "fake-cuda.json"
+_STATES = TypeAdapter(list[FakeCudaProcess | None])
 
 
 class FakeNamespace(HostNamespace):
@@ -57,4 +63,38 @@ class FakeImager:
         command = Command(tuple(image["argv"]), {}, Path(image["log"]))
         process = namespace.spawn(command)
         self._running[directory] = process
+        return process
+
+
+class GpuImager:
+    """Another imager, with which the CUDA state of FakeGpuHost's processes goes along. Like CRIU it
+    can't dump one that is still on its GPU."""
+
+    def __init__(self, inner: Imager, host: FakeGpuHost) -> None:
+        self._inner = inner
+        self._host = host
+
+    def version(self) -> str:
+        return self._inner.version()
+
+    def dump(
+        self, process: ProcessRef, directory: Path, namespace: Namespace, *, timeout_s: float
+    ) -> None:
+        pids = tree_of(process.pid)
+        states = [self._host.processes.get(pid) for pid in pids]
+        if any(state and state.state is not CudaState.CHECKPOINTED for state in states):
+            raise ImagerError(["fake", "dump"], 1, "can't dump /dev/nvidia0")
+        self._inner.dump(process, directory, namespace, timeout_s=timeout_s)
+        (directory / _CUDA).write_bytes(_STATES.dump_json(states))
+        for pid in pids:
+            self._host.processes.pop(pid, None)
+
+    def restore(
+        self, directory: Path, namespace: Namespace, *, work_dir: Path, timeout_s: float
+    ) -> ProcessRef:
+        process = self._inner.restore(directory, namespace, work_dir=work_dir, timeout_s=timeout_s)
+        states = _STATES.validate_json((directory / _CUDA).read_bytes())
+        for pid, state in zip(tree_of(process.pid), states, strict=True):
+            if state is not None:
+                self._host.processes[pid] = state
         return process
