@@ -72,6 +72,7 @@ class World:
         self.store = store
         self.targets: list[TargetRecord] = []
         self.answering = True
+        self.coordinating = asyncio.Event()
 
     async def start_planner(self) -> Planner:
         planner = Planner()
@@ -80,6 +81,7 @@ class World:
 
     async def coordinate(self) -> None:
         async with self.store.watch(KEYS.target) as watch:
+            self.coordinating.set()
             async for change in watch:
                 if change.value is not None:
                     self.targets.append(decode(TargetRecord, change.value))
@@ -95,7 +97,9 @@ class World:
     async def watching(self) -> AsyncIterator[None]:
         widths = Widths(EngineShape(8, 8), ScaleLimits(1, 4), slots=4)
         watcher = PlannerWatcher(self.store, KEYS, PLANNER, widths, self._unexpected)
-        tasks = [asyncio.create_task(c) for c in (self.coordinate(), watcher.run())]
+        tasks = [asyncio.create_task(self.coordinate())]
+        await self.coordinating.wait()
+        tasks.append(asyncio.create_task(watcher.run()))
         try:
             yield
         finally:
