@@ -22,7 +22,7 @@ class CudaCopyEngine:
     def __init__(self, mapper: Callable[[Sequence[ReceivedChunk]], MappedArena]) -> None:
         self._mapper = mapper
         self._device = torch.cuda.current_device()
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def map(self, chunks: Sequence[ReceivedChunk]) -> MappedArena:
         return self._mapper(chunks)
@@ -33,7 +33,7 @@ class CudaCopyEngine:
         with torch.cuda.device(self._device):
             for source, target in pairs:
                 self._start(source, target)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return lambda: _query(done)
 
@@ -47,6 +47,6 @@ class CudaCopyEngine:
 
 def _query(event: torch.cuda.Event) -> bool:
     try:
-        return bool(event.query())
+        return bool(event.query())  # type: ignore[no-untyped-call]
     except RuntimeError as exc:
         raise DeviceMemoryError("cuEventQuery", "", str(exc)) from exc

@@ -1,0 +1,66 @@
+"""The sums of tensor_digest on a GPU: the one importer of Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dynamo_elastic.comm import tensor_digest
+
+_BLOCK_WORDS = 4096
+_BLOCKS_A_PROGRAM = 16
+_PROGRAM_WORDS = _BLOCK_WORDS * _BLOCKS_A_PROGRAM
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_words(  # type: ignore[no-untyped-def]
+    words,
+    sums,
+    count,
+    golden: tl.constexpr,
+    mix_1: tl.constexpr,
+    mix_2: tl.constexpr,
+    odd: tl.constexpr,
+    block: tl.constexpr,
+    blocks: tl.constexpr,
+):
+    """Each program adds up `blocks` blocks of words, and writes its two sums side by side."""
+    program = tl.program_id(0).to(tl.int64)
+    first = tl.zeros([block], dtype=tl.uint64)
+    second = tl.zeros([block], dtype=tl.uint64)
+    for step in range(blocks):
+        index = (program * blocks + step) * block + tl.arange(0, block)
+        inside = index < count
+        word = tl.load(words + index, mask=inside, other=0).to(tl.uint64, bitcast=True)
+        h = word + (index + 1).to(tl.uint64) * golden
+        h = (h ^ (h >> 30)) * mix_1
+        h = (h ^ (h >> 27)) * mix_2
+        h = h ^ (h >> 31)
+        t = h * odd
+        zero = tl.zeros([block], dtype=tl.uint64)
+        first += tl.where(inside, h, zero)
+        second += tl.where(inside, t ^ (t >> 32), zero)
+    tl.store(sums + 2 * program, tl.sum(first.to(tl.int64, bitcast=True), axis=0))
+    tl.store(sums + 2 * program + 1, tl.sum(second.to(tl.int64, bitcast=True), axis=0))
+
+
+def word_sums(words: torch.Tensor) -> tuple[int, int]:
+    """Both sums over int64 `words` on the current GPU, modulo 2**64. Waits for them."""
+    count = words.numel()
+    programs = triton.cdiv(count, _PROGRAM_WORDS)
+    sums = torch.empty(programs, 2, dtype=torch.int64, device=words.device)
+    _sum_words[(programs,)](
+        words,
+        sums,
+        count,
+        golden=tensor_digest.GOLDEN,
+        mix_1=tensor_digest.MIX_1,
+        mix_2=tensor_digest.MIX_2,
+        odd=tensor_digest.ODD,
+        block=_BLOCK_WORDS,
+        blocks=_BLOCKS_A_PROGRAM,
+        num_warps=8,
+    )
+    first, second = sums.sum(0).tolist()
+    return int(first), int(second)
