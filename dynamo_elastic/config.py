@@ -111,7 +111,11 @@ def _engine_kind(raw: Any) -> str:
 
 AnyEngineConfig = Annotated[
     Annotated[EngineConfig, Tag("reference")] | Annotated[VllmEngineConfig, Tag("vllm")],
-    Discriminator(_engine_kind),
+    Discriminator(
+        _engine_kind,
+        custom_error_type="engine_kind",
+        custom_error_message="kind must be 'reference' or 'vllm'",
+    ),
 ]
 
 

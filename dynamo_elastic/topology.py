@@ -65,7 +65,9 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What of a model limits its topologies. Every rank has `slots_per_rank` expert slots."""
+    """What of a model limits its topologies. Every rank has `slots_per_rank` expert slots.
+
+    `num_experts` is 0 where ranks share none: each is a replica with the whole model."""
 
     num_experts: int
     slots_per_rank: int
@@ -73,7 +75,7 @@ class EngineShape:
     @property
     def min_ranks(self) -> int:
         """Fewest ranks whose slots hold every expert."""
-        return -(-self.num_experts // self.slots_per_rank)
+        return -(-self.num_experts // self.slots_per_rank) if self.num_experts else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,8 @@ def place_experts(members: Sequence[Member], shape: EngineShape) -> tuple[Member
     what they should are left alone. Pure and deterministic. Raises TargetRefused if the slots are
     too few.
     """
+    if not shape.num_experts:
+        return tuple(members)
     total = len(members) * shape.slots_per_rank
     if total < shape.num_experts:
         raise TargetRefused(f"{total} expert slots cannot hold {shape.num_experts} experts")

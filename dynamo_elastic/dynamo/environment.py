@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config import DeploymentConfig, VllmEngineConfig
 
 _LOOPBACK = "127.0.0.1"
 
@@ -31,3 +31,8 @@ def dynamo_environment(config: DeploymentConfig) -> dict[str, str]:
         # are asked for, costs a shell 55 MB of symbols and a pause.
         "RUST_LIB_BACKTRACE": "0",
     }
+
+
+def engine_dynamo_environment(config: DeploymentConfig) -> dict[str, str]:
+    """What an engine is given of it with its identity: all, if it is Dynamo's worker itself."""
+    return dynamo_environment(config) if isinstance(config.engine, VllmEngineConfig) else {}

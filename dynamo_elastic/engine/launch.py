@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config import DeploymentConfig, EngineConfig, VllmEngineConfig
+from dynamo_elastic.engine.vllm import versions
 
 REFERENCE = "dynamo_elastic.engine.reference"
+VLLM = "dynamo_elastic.dynamo.vllm_main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,12 @@ class EngineSettings:
 
 def engine_argv(config: DeploymentConfig, slot: int) -> list[str]:
     """The command that boots the engine of `slot`."""
-    engine = config.engine
+    if isinstance(config.engine, VllmEngineConfig):
+        return _vllm_argv(config, config.engine, slot)
+    return _reference_argv(config, config.engine, slot)
+
+
+def _reference_argv(config: DeploymentConfig, engine: EngineConfig, slot: int) -> list[str]:
     values = {
         "--model": config.model.path.absolute(),
         "--control-dir": config.control_dir(slot).absolute(),
@@ -40,6 +48,37 @@ def engine_argv(config: DeploymentConfig, slot: int) -> list[str]:
     }
     flags = [text for flag, value in values.items() for text in (flag, str(value))]
     return [sys.executable, "-m", REFERENCE, *flags]
+
+
+def _vllm_argv(config: DeploymentConfig, engine: VllmEngineConfig, slot: int) -> list[str]:
+    """The control directory, and after it the command line of dynamo.vllm."""
+    own = ["--model", str(config.model.path.absolute()), "--served-model-name", config.model.name]
+    control_dir = str(config.control_dir(slot).absolute())
+    return [str(engine_python(engine)), "-m", VLLM, control_dir, *own, *engine.argv]
+
+
+def engine_python(engine: EngineConfig | VllmEngineConfig) -> Path:
+    """The interpreter that engines run on."""
+    python = engine.python if isinstance(engine, VllmEngineConfig) else None
+    # Not resolved: it is by the link that Python knows its virtual environment.
+    return Path(sys.executable) if python is None else python.absolute()
+
+
+def is_tree(config: DeploymentConfig) -> bool:
+    """True if an engine is a process with descendants, all of which go into its image."""
+    return isinstance(config.engine, VllmEngineConfig)
+
+
+def image_inputs(config: DeploymentConfig) -> str:
+    """What an image depends on besides arguments and the model's configuration: for vLLM the
+    releases in its environment, and the model's files, as its weights are in the image."""
+    if not isinstance(config.engine, VllmEngineConfig):
+        return ""
+    releases = versions.installed(engine_python(config.engine))
+    files = [(p.name, p.stat()) for p in sorted(config.model.path.iterdir()) if p.is_file()]
+    stamps = [(name, s.st_size, s.st_mtime_ns) for name, s in files]
+    digest = hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
+    return "".join(f", {name} {version}" for name, version in releases.items()) + f", {digest}"
 
 
 def parse_argv(argv: Sequence[str] | None = None) -> EngineSettings:

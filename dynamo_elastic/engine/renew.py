@@ -39,6 +39,16 @@ def redirect(path: str, descriptors: tuple[int, ...]) -> None:
     os.close(file)
 
 
+def adopt_standard_files() -> None:
+    """Close what was inherited beyond 0, 1 and 2, and open what of these is closed."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
 def _log(attach: Attach) -> None:
     redirect(attach.log_path, (1, 2))
 

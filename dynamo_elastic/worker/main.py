@@ -15,17 +15,15 @@ from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.config_launch import add_slot, launch_parser, read_launch_line, read_slot
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.records import Keys, MemberRecord, MemberState
-from dynamo_elastic.dynamo.base import InstanceSpec
 from dynamo_elastic.dynamo.environment import dynamo_environment
-from dynamo_elastic.dynamo.runtime import DynamoInstance
 from dynamo_elastic.engine.client import EngineClient
 from dynamo_elastic.errors import ConfigError
 from dynamo_elastic.failpoints import arm_from_environment
 from dynamo_elastic.types import WorkerId
 from dynamo_elastic.worker.base import ShellParts
-from dynamo_elastic.worker.participant import KV_BLOCK_TOKENS, Participant
+from dynamo_elastic.worker.participant import Participant
 from dynamo_elastic.worker.presence import Presence
-from dynamo_elastic.worker.requests import RequestDesk
+from dynamo_elastic.worker.registration import registration
 from dynamo_elastic.worker.shell import Shell
 
 log = logging.getLogger(__name__)
@@ -42,8 +40,7 @@ async def serve(config: DeploymentConfig, slot: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     store, agent = EtcdStore(config.etcd.urls), AgentClient(config.agent_socket)
-    desk = RequestDesk(config.engine.max_context)
-    instance = DynamoInstance(_instance_spec(config), desk.handle)
+    desk, instance = registration(config, slot)
     parts = ShellParts(
         worker_id=worker_id(slot),
         slot=slot,
@@ -65,18 +62,6 @@ async def serve(config: DeploymentConfig, slot: int) -> None:
         await instance.shutdown()
         await agent.close()
         await store.close()
-
-
-def _instance_spec(config: DeploymentConfig) -> InstanceSpec:
-    return InstanceSpec(
-        namespace=config.namespace,
-        model_path=str(config.model.path),
-        model_name=config.model.name,
-        context_length=config.engine.max_context,
-        kv_blocks=config.engine.kv_blocks,
-        block_tokens=KV_BLOCK_TOKENS,
-        batch_tokens=config.engine.batch_tokens,
-    )
 
 
 def main() -> None:

@@ -109,16 +109,6 @@ def prove(engine: WarmEngine) -> None:
         )
 
 
-def adopt_standard_files() -> None:
-    """Close what was inherited beyond 0, 1 and 2, and open what of these is closed."""
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-
-
 def detach(engine: WarmEngine, parts_s: dict[str, float]) -> None:
     """Let go of everything, and say in `detached.json` that this is so, and what took how long."""
     engine.discard()

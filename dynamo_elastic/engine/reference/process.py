@@ -12,13 +12,9 @@ import msgspec
 from dynamo_elastic.comm.nixl_agent import NixlAgent
 from dynamo_elastic.engine.base import Attach
 from dynamo_elastic.engine.launch import parse_argv
-from dynamo_elastic.engine.reference.boot import (
-    adopt_standard_files,
-    detach,
-    wait_attach,
-    warm_up,
-)
+from dynamo_elastic.engine.reference.boot import detach, wait_attach, warm_up
 from dynamo_elastic.engine.reference.life import live
+from dynamo_elastic.engine.renew import adopt_standard_files
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.failpoints import arm_from_environment
 

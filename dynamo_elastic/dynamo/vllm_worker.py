@@ -1,0 +1,221 @@
+"""Dynamo's vLLM worker as an engine of ours: the one module that wraps `dynamo.vllm`.
+
+Dynamo's own order is engine first, runtime second, which is all that an image needs. So its worker
+runs as it is, with three of its functions replaced by ours: the one that makes the engine (ours
+goes on to let go of the host, and waits for an identity), the one that registers the model (ours
+waits for the shell), and the class of its request handler (ours can send requests on).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo_elastic.dynamo.vllm_scheduler import SCHEDULER
+from dynamo_elastic.dynamo.vllm_seat import ReplicaSeat
+from dynamo_elastic.dynamo.vllm_service import VllmEngine, all_handlers
+from dynamo_elastic.engine.base import ATTACH_FILE, DETACHED_FILE, SOCKET_FILE, Attach
+from dynamo_elastic.engine.renew import adopt_standard_files, redirect
+from dynamo_elastic.engine.rpc import OUTPUTS
+from dynamo_elastic.engine.vllm.replica import Replica
+from dynamo_elastic.engine.vllm.requests import Requests
+from dynamo_elastic.engine.vllm.shims import apply_shims
+from dynamo_elastic.engine.vllm.versions import Standing, check_versions, installed
+from dynamo_elastic.engine.vllm.worker import EXTENSION
+from dynamo_elastic.errors import ElasticError, EngineError, RequestMoved
+from dynamo_elastic.failpoints import arm_from_environment, failpoint
+from dynamo_elastic.ipc import RpcServer
+
+apply_shims()
+
+from dynamo.common.snapshot.constants import SNAPSHOT_CONTROL_DIR_ENV  # noqa: E402
+from dynamo.common.snapshot.restore_context import write_snapshot_restore_context  # noqa: E402
+from dynamo.llm import unregister_model  # noqa: E402
+from dynamo.llm.exceptions import StreamIncomplete  # noqa: E402
+from dynamo.vllm import main as dynamo_main  # noqa: E402
+from dynamo.vllm import worker_factory  # noqa: E402
+from dynamo.vllm.handlers import DecodeWorkerHandler, VllmEnginePauseController  # noqa: E402
+from dynamo.vllm.instrumented_scheduler import ENV_FPM_PORT  # noqa: E402
+from dynamo.vllm.publisher import StatLoggerFactory  # noqa: E402
+
+_ATTACH_POLL_S = 0.01
+_log = logging.getLogger(__name__)
+
+
+def run(control_dir: str, argv: list[str]) -> None:
+    """Boot, wait for an identity, serve until killed. Whatever goes wrong is in the log, and the
+    end of the process."""
+    began_s = time.monotonic()
+    adopt_standard_files()
+    try:
+        arm_from_environment()
+        asyncio.run(_Tree(Path(control_dir), began_s).live(argv))
+    except ElasticError as exc:
+        _log.error("engine ends: %s", exc)
+    except Exception:  # noqa: BLE001 - nobody else is there to say what happened
+        _log.exception("engine ends: a fault of its own")
+    logging.shutdown()
+    os._exit(1)
+
+
+class _HostMemory:
+    """An AsyncLLM whose weights and keys stay where they are while it is paused: in host memory,
+    and so in the image."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def sleep(self, *_: object) -> None:
+        """Nothing to give back."""
+
+    async def wake_up(self, *_: object) -> None:
+        """Nothing to fetch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What Dynamo's worker expects of an engine that went through a snapshot."""
+
+    engine: tuple[Any, StatLoggerFactory]
+    pause_controller: VllmEnginePauseController
+
+
+class _Tree:
+    """The process at the root of one engine."""
+
+    def __init__(self, control_dir: Path, began_s: float) -> None:
+        self._control_dir = control_dir
+        self._began_s = began_s
+        self._requests = Requests()
+        self._seat = ReplicaSeat(dynamo_main.register_model, unregister_model)
+
+    async def live(self, argv: list[str]) -> None:
+        """Dynamo's worker, from its command line on."""
+        releases = installed(Path(sys.executable))
+        standing = check_versions(releases, Path(sys.executable))
+        if standing is not Standing.RUN:
+            _log.warning("these releases were %s: %s", standing, releases)
+        dynamo_main.prepare_snapshot_engine = self._prepare
+        dynamo_main.register_model = self._seat.register_model
+        worker_factory.DecodeWorkerHandler = movable(self._requests)
+        own = ["--scheduler-cls", SCHEDULER, "--worker-extension-cls", EXTENSION]
+        await dynamo_main.worker([*argv, *own])
+
+    async def _prepare(self, config: Any, setup_vllm_engine: Callable[..., Any]) -> _Prepared:
+        """An engine with the identity that attach.json gave it, proven and ready."""
+        _own_ports(config)
+        self._own_metrics_directory()
+        loggers = StatLoggerFactory(endpoint=None, embedding_worker=config.embedding_worker)
+        setup = setup_vllm_engine(config, loggers)
+        client, vllm_config = setup[0], setup[1]
+        replica = Replica(client, self._control_dir)
+        pause = VllmEnginePauseController(_HostMemory(client), prepare_for_process_checkpoint=True)
+        probe = await replica.probe()
+        await pause.pause()
+        await self._detach(replica, probe)
+        attach = msgspec.convert(await self._wait_attach(), Attach)
+        await self._attach(replica, attach, config)
+        await pause.resume()
+        pause.mark_resumed()
+        if await replica.probe() != probe:
+            raise EngineError("self-test: other tokens than at the warm-up; boot cold")
+        write_snapshot_restore_context(str(self._control_dir))
+        engine = VllmEngine(
+            attach, replica, self._requests, vllm_config.cache_config.num_gpu_blocks or 0
+        )
+        await self._serve(engine)
+        return _Prepared((setup, loggers), pause)
+
+    def _own_metrics_directory(self) -> None:
+        # Set before prometheus_client was imported, its files would be mapped, and in the image.
+        path = self._control_dir / "prometheus"
+        path.mkdir(exist_ok=True)
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(path)
+        os.environ[SNAPSHOT_CONTROL_DIR_ENV] = str(self._control_dir)
+
+    async def _detach(self, replica: Replica, probe: tuple[int, ...]) -> None:
+        """The tree holds nothing that an image must not hold, and says so in detached.json."""
+        await replica.release()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        redirect(os.devnull, (0,))
+        report = {
+            "pid": os.getpid(),
+            "warm_s": time.monotonic() - self._began_s,
+            "versions": installed(Path(sys.executable)),
+            "probe": list(probe),
+        }
+        path = self._control_dir / DETACHED_FILE
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(report))
+        partial.replace(path)
+
+    async def _wait_attach(self) -> dict[str, Any]:
+        path = self._control_dir / ATTACH_FILE
+        while True:
+            with suppress(FileNotFoundError):
+                attach: dict[str, Any] = json.loads(path.read_text())
+                path.unlink()
+                return attach
+            await asyncio.sleep(_ATTACH_POLL_S)
+
+    async def _attach(self, replica: Replica, attach: Attach, config: Any) -> None:
+        opened = await replica.attach(attach)
+        arm_from_environment(attach.worker_id)
+        failpoint("engine.attached")
+        # Dynamo's relays of this process listen to the publishers of our own engine core.
+        os.environ[ENV_FPM_PORT] = str(opened["fpm_port"])
+        if opened["events"]:
+            events = replace(config.engine_args.kv_events_config, endpoint=opened["events"])
+            config.engine_args.kv_events_config = events
+
+    async def _serve(self, engine: VllmEngine) -> None:
+        server = RpcServer(
+            self._control_dir / SOCKET_FILE,
+            all_handlers(engine, self._seat),
+            {OUTPUTS: lambda _: _silence()},
+        )
+        await server.start()
+
+
+def _own_ports(config: Any) -> None:
+    """Events go out on a free loopback port; the port of the command line is every copy's."""
+    events = config.engine_args.kv_events_config
+    if events is not None:
+        config.engine_args.kv_events_config = replace(events, endpoint="tcp://*:0")
+
+
+async def _silence() -> Any:
+    """A stream that says nothing until the process ends."""
+    await asyncio.Event().wait()
+    yield
+
+
+def movable(requests: Requests) -> type[DecodeWorkerHandler]:
+    """Dynamo's handler, whose requests can be sent on to another replica."""
+
+    class MovableHandler(DecodeWorkerHandler):  # type: ignore[misc]
+        async def generate(self, request: Any, context: Any) -> Any:
+            try:
+                async for item in requests.run(super().generate(request, context)):
+                    yield item
+            except RequestMoved as exc:
+                raise StreamIncomplete(str(exc)) from None
+
+    return MovableHandler
