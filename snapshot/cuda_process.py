@@ -24,6 +24,8 @@ from dynamo_elastic.snapshot.process import (
     kill_and_wait,
 )
 
+__all__ = ["Cuda", "bindings"]
+
 _NO_DRIVER = "install the NVIDIA driver, or run without GPUs"
 _OLD_DRIVER = "install an NVIDIA driver from 580 on"
 _QUERY_TIMEOUT_S = 10.0

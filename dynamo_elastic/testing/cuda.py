@@ -64,7 +64,8 @@ class FakeCudaProcess:
 
 class FakeGpuHost:
     """A CudaDriver and a GpuInventory over the same made-up processes, which tests put in and
-    change in `processes`. A call that hangs is over at once: `kill` is called, and it is gone."""
+    change in `processes`. A call that hangs is over at once: `kill` is called, and it is gone.
+    `lists_processes`: False of an NVML that tells nothing of processes, as in some containers."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class FakeGpuHost:
     ) -> None:
         self._gpus = tuple(fake_gpus() if gpus is None else gpus)
         self._kill = kill
-        self._lists_processes = lists_processes
+        self.lists_processes = lists_processes
         self._lock = Lock()
         self.processes: dict[int, FakeCudaProcess] = {}
         self.calls: list[tuple[CudaOperation, int]] = []
@@ -149,7 +150,7 @@ class FakeGpuHost:
 
     def _listed(self, pid: int) -> dict[str, int]:
         process = self.processes.get(pid)
-        return _on_gpu(process) if process is not None and self._lists_processes else {}
+        return _on_gpu(process) if process is not None and self.lists_processes else {}
 
     def _find(self, operation: str, pid: int) -> FakeCudaProcess:
         process = self.processes.get(pid)
