@@ -11,6 +11,7 @@ import sys
 
 from dynamo_elastic.config import DeploymentConfig, engine_shape
 from dynamo_elastic.config_launch import launch_parser, read_launch_line
+from dynamo_elastic.coordinator.api import ApiServer
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
 from dynamo_elastic.coordinator.records import Keys
@@ -44,16 +45,25 @@ async def _run(config: DeploymentConfig, num_experts: int) -> None:
     )
     config.state_dir.mkdir(parents=True, exist_ok=True)
     store = EtcdStore(config.etcd.urls)
-    work = asyncio.ensure_future(Coordinator(store, deployment, _name()).run())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, work.cancel)
     try:
+        api = ApiServer(store, deployment.keys, config.coordinator.api, config.scale, _name())
+        work = asyncio.ensure_future(_coordinate(Coordinator(store, deployment, _name()), api))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, work.cancel)
         await asyncio.wait({work})
         if not work.cancelled():
             work.result()
     finally:
         await store.close()
+
+
+async def _coordinate(coordinator: Coordinator, api: ApiServer) -> None:
+    try:
+        await api.start()
+        await coordinator.run()
+    finally:
+        await api.close()
 
 
 def _name() -> str:

@@ -122,19 +122,24 @@ async def _watch_outcome(store: Store, keys: Keys, request_id: str) -> TargetOut
         events = aiter(watch)
         while True:
             # After every single event: an answer may be overwritten by the next one's at once.
-            answer = answer_to(request_id, values.get(keys.target), values.get(keys.outcome))
+            target, outcome = values.get(keys.target), values.get(keys.outcome)
+            answer = answer_to(
+                request_id,
+                decode(TargetRecord, target) if target is not None else None,
+                decode(TargetOutcome, outcome) if outcome is not None else None,
+            )
             if answer is not None:
                 return answer
             change = await anext(events)
             values[change.key] = change.value
 
 
-def answer_to(request_id: str, target: bytes | None, outcome: bytes | None) -> TargetOutcome | None:
-    """What became of a request, by the stored target and outcome; None if that is still open."""
-    answered = decode(TargetOutcome, outcome) if outcome is not None else None
-    if answered is not None and answered.request_id == request_id:
-        return answered
-    newest = decode(TargetRecord, target) if target is not None else None
+def answer_to(
+    request_id: str, newest: TargetRecord | None, outcome: TargetOutcome | None
+) -> TargetOutcome | None:
+    """What became of a request, by the newest target and outcome; None if that is still open."""
+    if outcome is not None and outcome.request_id == request_id:
+        return outcome
     if newest is None or newest.request_id == request_id:
         return None
     mine = next((t for t in newest.supersedes if t.request_id == request_id), None)

@@ -1,0 +1,260 @@
+"""The HTTP API of a coordinator: for any autoscaler that is not Dynamo's planner.
+
+Every coordinator serves it, whether it leads or not: reads come from etcd, and a write is the
+target's record there, which the leader follows. Nothing here commands anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import stat
+import time
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from pathlib import Path
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from dynamo_elastic.config import LOOPBACK, ApiConfig, ScaleConfig
+from dynamo_elastic.coordinator import api_views as views
+from dynamo_elastic.coordinator.api_routes import DEFAULT_WAIT_S, MAX_WAIT_S, ROUTES, openapi
+from dynamo_elastic.coordinator.records import Keys
+from dynamo_elastic.coordinator.status import Status, read_status, status_of
+from dynamo_elastic.coordinator.store import Store
+from dynamo_elastic.coordinator.targets import request_scale
+from dynamo_elastic.errors import ConfigError, RequestIdTaken, StoreError, StoreUnavailable
+from dynamo_elastic.types import OperationId
+
+log = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 16 << 10
+_SHUTDOWN_S = 1.0
+_PAUSE_S = 0.1
+_CODES = {
+    views.TargetState.REFUSED: 422,
+    views.TargetState.SUPERSEDED: 409,
+    views.TargetState.FAILED: 409,
+    views.TargetState.REACHED: 200,
+    views.TargetState.UNCHANGED: 200,
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def read_token(path: Path) -> str:
+    """The bearer token in `path`. Raises ConfigError unless it is ours alone and not empty."""
+    field = "coordinator.api.token_file"
+    try:
+        with path.open() as file:
+            found = os.fstat(file.fileno())
+            token = file.read().strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError([f"{field}: {path} can't be read ({exc}); check the path"]) from exc
+    faults = []
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        faults.append(f"{field}: others may read {path}; run: chmod 600 {path}")
+    if found.st_uid not in (0, os.geteuid()):
+        faults.append(f"{field}: {path} belongs to user {found.st_uid}; run: chown root {path}")
+    if not token or not token.isascii() or any(c.isspace() for c in token):
+        faults.append(f"{field}: {path} must hold one token, of printable ASCII characters")
+    if faults:
+        raise ConfigError(faults)
+    return token
+
+
+class ApiServer:
+    """Serves ROUTES from start() to close(). Owns no store."""
+
+    def __init__(
+        self, store: Store, keys: Keys, config: ApiConfig, scale: ScaleConfig, name: str
+    ) -> None:
+        """Raises ConfigError if the token file is not as it must be."""
+        self._store = store
+        self._keys = keys
+        self._config = config
+        self._scale = scale
+        self._name = name
+        self._token = read_token(config.token_file) if config.token_file else ""
+        self._runner: web.AppRunner | None = None
+
+    def app(self) -> web.Application:
+        """The application: exactly ROUTES."""
+        app = web.Application(middlewares=[_errors, self._guard], client_max_size=_MAX_BODY_BYTES)
+        for route in ROUTES:
+            app.router.add_route(route.method.upper(), route.path, getattr(self, route.name))
+        return app
+
+    async def start(self) -> None:
+        """Listen, unless the port is 0. Raises ConfigError if it can't be had."""
+        if not self._config.port:
+            return
+        self._runner = web.AppRunner(
+            self.app(), access_log=None, shutdown_timeout=_SHUTDOWN_S, handle_signals=False
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._config.host, self._config.port)
+        try:
+            await site.start()
+        except OSError as exc:
+            await self.close()
+            where = f"{self._config.host}:{self._config.port}"
+            raise ConfigError(
+                [f"coordinator.api.port: can't listen on {where} ({exc.strerror}); choose another"]
+            ) from exc
+        log.info("HTTP API on %s:%d", self._config.host, self._config.port)
+
+    async def close(self) -> None:
+        """Stop listening, and end requests that wait. Idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def put_target(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        wait_s = _wait_s(request)
+        status = await read_status(self._store, self._keys)
+        answer = views.joined(status, body.target) if body.request_id is None else None
+        if answer is None:
+            request_id = await request_scale(
+                self._store,
+                self._keys,
+                body.target,
+                body.source,
+                detail=body.detail,
+                request_id=body.request_id or "",
+            )
+            answer = await self._progress(request_id, body.target, wait_s)
+        return _reply(answer, _CODES.get(answer.state, 202))
+
+    async def _progress(self, request_id: str, ranks: int, wait_s: float) -> views.TargetAnswer:
+        """What becomes of the request within `wait_s`: as soon as it is more than accepted."""
+        status = await read_status(self._store, self._keys)
+        try:
+            async with asyncio.timeout(wait_s):
+                while views.progress_of(status, request_id, ranks).state == "accepted":
+                    status = await self._next_status(status)
+        except TimeoutError:
+            log.debug("request %s: no answer within %g s", request_id, wait_s)
+        return views.progress_of(status, request_id, ranks)
+
+    async def _next_status(self, before: Status) -> Status:
+        """The status once target, outcome or operation is not as in `before`."""
+        looked_at = (self._keys.target, self._keys.outcome, self._keys.operation)
+
+        def changed(now: Status) -> bool:
+            return any(now.revision(k) != before.revision(k) for k in looked_at)
+
+        while True:
+            try:
+                async with self._store.watch(self._keys.prefix) as watch:
+                    now = status_of(watch.snapshot, self._keys)
+                    if changed(now):
+                        return now
+                    async for event in watch:
+                        if event.key in looked_at:
+                            break
+            except StoreUnavailable:
+                await asyncio.sleep(_PAUSE_S)
+
+    async def get_status(self, request: web.Request) -> web.Response:
+        status = await read_status(self._store, self._keys)
+        view = views.status_view(
+            status,
+            deployment=self._keys.deployment,
+            name=self._name,
+            now_s=time.time(),
+            timeout_s=self._scale.operation_timeout_s,
+        )
+        return _reply(view)
+
+    async def get_operation(self, request: web.Request) -> web.Response:
+        status = await read_status(self._store, self._keys)
+        known = {o.operation_id: o for o in (status.last, status.operation) if o is not None}
+        found = known.get(OperationId(request.match_info["id"]))
+        if found is None:
+            names = ", ".join(known) or "none"
+            return _fault(404, f"neither under way nor the last one; known are: {names}")
+        return _reply(views.operation_view(found, time.time(), self._scale.operation_timeout_s))
+
+    async def get_safe_to_delete(self, request: web.Request) -> web.Response:
+        status = await read_status(self._store, self._keys)
+        slots = [views.slot_view(m) for m in views.safe_to_delete(status)]
+        return _reply(views.SafeToDelete(slots=slots))
+
+    async def get_health(self, request: web.Request) -> web.Response:
+        await self._store.get(self._keys.leader)
+        return _reply(views.Health())
+
+    async def get_openapi(self, request: web.Request) -> web.Response:
+        return web.json_response(openapi())
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let in who has the token; where none is set, only those who name a loopback address: a
+        page in somebody's browser can send requests here, but under its own host's name."""
+        is_open = any(r.open for r in ROUTES if r.path == request.path)
+        if self._token and not is_open:
+            given = request.headers.get("Authorization", "")
+            scheme, _, token = given.partition(" ")
+            right = hmac.compare_digest(token.strip().encode(), self._token.encode())
+            if scheme.lower() != "bearer" or not right:
+                answer = _fault(401, "a bearer token is required (coordinator.api.token_file)")
+                answer.headers["WWW-Authenticate"] = "Bearer"
+                return answer
+        elif not self._token and (request.url.host or "") not in LOOPBACK:
+            return _fault(401, f"host {request.url.host!r} is not loopback, and no token is set")
+        return await handler(request)
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every failure is a Fault with the code that ROUTES says."""
+    try:
+        return await handler(request)
+    except web.HTTPException as exc:
+        if exc.status < HTTPStatus.BAD_REQUEST:
+            raise
+        return _fault(exc.status, exc.reason or "failed")
+    except _Malformed as exc:
+        return _fault(400, "the request is malformed", *exc.faults)
+    except RequestIdTaken as exc:
+        return _fault(400, str(exc))
+    except StoreError as exc:
+        return _fault(503, f"etcd: {exc}")
+
+
+class _Malformed(ConfigError):
+    """A request's body or query is wrong: one line for each field."""
+
+
+async def _body(request: web.Request) -> views.TargetRequest:
+    if request.content_type != "application/json":
+        raise _Malformed(["content-type: must be application/json"])
+    try:
+        return views.TargetRequest.model_validate_json(await request.read())
+    except ValidationError as exc:
+        faults = [f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in exc.errors()]
+        raise _Malformed(faults) from exc
+
+
+def _wait_s(request: web.Request) -> float:
+    text = request.query.get("wait_s", str(DEFAULT_WAIT_S))
+    try:
+        wait_s = float(text)
+    except ValueError:
+        wait_s = -1.0
+    if not 0 <= wait_s <= MAX_WAIT_S:
+        raise _Malformed([f"wait_s: must be 0 to {MAX_WAIT_S:g}, got {text!r}"])
+    return wait_s
+
+
+def _reply(view: BaseModel, code: int = 200) -> web.Response:
+    return web.Response(status=code, text=view.model_dump_json(), content_type="application/json")
+
+
+def _fault(code: int, error: str, *faults: str) -> web.Response:
+    return _reply(views.Fault(error=error, faults=list(faults)), code)
