@@ -95,7 +95,8 @@ class PidNamespace:
         return self.host_process(inside)
 
     def enter(self, argv: Sequence[str]) -> list[str]:
-        return ["nsenter", "--pid", "--mount", "--target", str(self.init.pid), "--", *argv]
+        kinds = ("--pid", "--mount", "--net")
+        return ["nsenter", *kinds, "--target", str(self.init.pid), "--", *argv]
 
     def host_process(self, pid: int) -> ProcessRef:
         for child in children_of(self.init.pid):
@@ -156,16 +157,18 @@ class PidNamespace:
 
 
 def create_namespace(
-    binds: Mapping[Path, Path] | None = None, *, lifeline: int = -1
+    binds: Mapping[Path, Path] | None = None, *, lifeline: int = -1, own_network: bool = False
 ) -> PidNamespace:
     """A new namespace whose first process only reaps. `binds`: path inside -> directory shown
-    there. `lifeline`: the read end of a pipe, with whose other end the namespace ends. Raises
+    there. `lifeline`: the read end of a pipe, with whose other end the namespace ends.
+    `own_network`: with no interface but `lo`, and abstract sockets of its own. Raises
     ResourceMissing without root. Caller ends it."""
     if os.geteuid() != 0:
         raise ResourceMissing("pid namespaces need root", remedy="run as root")
     pairs = [str(p) for target, source in (binds or {}).items() for p in (source, target)]
     script = str(Path(namespace_init.__file__).resolve())
-    argv = [sys.executable, "-I", "-S", script, str(lifeline), *pairs]
+    network = "own" if own_network else "shared"
+    argv = [sys.executable, "-I", "-S", script, str(lifeline), network, *pairs]
     pid = int(_run(argv, pass_fds=() if lifeline < 0 else (lifeline,)))
     init = identify(pid)
     if init is None:
@@ -176,11 +179,13 @@ def create_namespace(
 
 
 @contextmanager
-def temporary_namespace(binds: Mapping[Path, Path]) -> Iterator[PidNamespace]:
-    """A namespace for as long as we are in the context, and alive."""
+def temporary_namespace(
+    binds: Mapping[Path, Path], *, own_network: bool = False
+) -> Iterator[PidNamespace]:
+    """A namespace, see create_namespace(), for as long as we are in the context, and alive."""
     read, write = os.pipe()
     try:
-        namespace = create_namespace(binds, lifeline=read)
+        namespace = create_namespace(binds, lifeline=read, own_network=own_network)
     except BaseException:
         os.close(write)
         raise

@@ -1,7 +1,8 @@
 """Makes a pid and mount namespace whose first process reaps orphans until it is killed.
 
-Run as a file (`python -I -S namespace_init.py LIFELINE [SOURCE TARGET]...`), so it imports nothing
-of ours: it stays small for as long as engines live. Each SOURCE is bind-mounted over its TARGET.
+Run as a file (`python -I -S namespace_init.py LIFELINE NET [SOURCE TARGET]...`), so it imports
+nothing of ours: it stays small for as long as engines live. Each SOURCE is bind-mounted over its
+TARGET. NET: 'own' for a network namespace with nothing but `lo`, 'shared' for the caller's.
 Prints the host pid of the namespace's first process once that is ready. When that process ends,
 every process of the namespace does. LIFELINE is the read end of a pipe (-1: none): the first
 process ends when nobody has the pipe's other end any more.
@@ -19,6 +20,8 @@ from collections.abc import Sequence
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+AF_INET, SOCK_DGRAM, SIOCSIFFLAGS, IFF_UP, IFREQ_BYTES = 2, 2, 0x8914, 1, 40
 MS_NOSUID_NODEV_NOEXEC = 2 | 4 | 8
 MS_BIND = 4096
 MS_REC_SLAVE = 16384 | (1 << 19)
@@ -37,13 +40,26 @@ def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
     _check(result, f"mount {source} on {target}")
 
 
+def _start_loopback() -> None:
+    """CRIU, for one, needs a network that can be reached."""
+    fd = _libc.socket(AF_INET, SOCK_DGRAM, 0)
+    name = b"lo".ljust(16, b"\0")
+    request = ctypes.create_string_buffer(name + IFF_UP.to_bytes(2, sys.byteorder), IFREQ_BYTES)
+    _check(_libc.ioctl(fd, SIOCSIFFLAGS, request), "lo")
+    os.close(fd)
+
+
 def main(argv: Sequence[str]) -> None:
     """Print the pid of the new namespace's first process and return; that process lives on."""
-    _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWPID), "unshare")
+    own_net = argv[1] == "own"
+    flags = CLONE_NEWNS | CLONE_NEWPID | (CLONE_NEWNET if own_net else 0)
+    _check(_libc.unshare(flags), "unshare")
+    if own_net:
+        _start_loopback()
     # Slave: what the host mounts later is seen here, what is mounted here is not seen there.
     _mount("none", "/", None, MS_REC_SLAVE)
     lifeline = int(argv[0])
-    for source, target in zip(argv[1::2], argv[2::2], strict=True):
+    for source, target in zip(argv[2::2], argv[3::2], strict=True):
         _mount(source, target, None, MS_BIND)
     ready_read, ready_write = os.pipe()
     pid = os.fork()

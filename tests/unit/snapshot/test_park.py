@@ -68,7 +68,7 @@ class Engine:
 
 def start(environment: dict[str, str]) -> subprocess.Popen[bytes]:
     # It has its child once it answers.
-    script = "sleep 600 & echo; wait"
+    script = "sleep 600 & echo; exec sleep 600"
     shell = subprocess.Popen(
         ["/bin/sh", "-c", script],
         env={"PATH": "/usr/bin:/bin", **environment},
