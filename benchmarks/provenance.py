@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("torch", "nixl-cu13", "ai-dynamo", "cslab-etcd3", "numpy")
+_PACKAGES = ("torch", "triton", "cuda-bindings", "nixl-cu13", "ai-dynamo", "cslab-etcd3", "numpy")
 
 
 def write_result(benchmark: str, metrics: dict[str, float], detail: Any) -> Path:
@@ -35,6 +37,10 @@ def write_result(benchmark: str, metrics: dict[str, float], detail: Any) -> Path
 
 
 def _commit() -> str:
+    """Of this tree; BENCH_COMMIT names it where the tree travels without git."""
+    if named := os.environ.get("BENCH_COMMIT"):
+        return named
+
     def git(*arguments: str) -> str:
         done = subprocess.run(
             ["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent, check=False
@@ -55,7 +61,16 @@ def _hardware() -> dict[str, Any]:
     )
     memory_kib = int(Path("/proc/meminfo").read_text().split()[1])
     cores = len([x for x in Path("/proc/cpuinfo").read_text().splitlines() if "processor" in x])
-    return {"cpu": cpu, "cores": cores, "memory_bytes": memory_kib * 1024}
+    return {"cpu": cpu, "cores": cores, "memory_bytes": memory_kib * 1024} | _gpus()
+
+
+def _gpus() -> dict[str, list[str]]:
+    """Name, memory and driver of each GPU; {} without."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return {"gpus": done.stdout.splitlines()}
 
 
 def _versions() -> dict[str, str]:
