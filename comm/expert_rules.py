@@ -21,6 +21,9 @@ HIDDEN_SIZES = (2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
 """Those that NIXL EP's kernels are compiled for."""
 MAX_TOP_K = 11
 RANKS_PER_NODE = 8
+IPC_CACHE_VARIABLE = "UCX_CUDA_IPC_CACHE"
+"""Must be `n` in the environment of every engine: with UCX's cache of IPC mappings a process that
+has served can be parked, but never comes back, and one restored twice loses its peers' tokens."""
 _TOKEN_ROWS_MULTIPLE = 4
 
 

@@ -15,13 +15,17 @@ import nixl_ep_cu13 as nixl_ep
 import torch
 
 from dynamo_elastic.comm.base import Dispatched, Span
-from dynamo_elastic.comm.expert_rules import BufferShape, PeerBook, PeerState
+from dynamo_elastic.comm.expert_rules import (
+    IPC_CACHE_VARIABLE,
+    BufferShape,
+    PeerBook,
+    PeerState,
+)
 from dynamo_elastic.errors import PeerUnreachable, ResourceMissing
 from dynamo_elastic.types import Rank
 
 log = logging.getLogger(__name__)
 
-IPC_CACHE_VARIABLE = "UCX_CUDA_IPC_CACHE"
 _OFF = frozenset({"n", "no", "off", "0"})
 _abandoned: list[Any] = []
 """Native buffers in which a connect never returned: to destroy them would pull their memory from
@@ -32,8 +36,7 @@ class NixlExpertBuffer:
     """An ExpertBuffer (see comm.base) of `rank` on the current CUDA device; every peer has its own.
 
     Takes about 15 ms, a second in a process that has made none before. Raises ConfigError if the
-    shape can't be had, and ResourceMissing if UCX's cache of IPC mappings is on: with it a process
-    that has served can be parked, but never comes back.
+    shape can't be had, and ResourceMissing if UCX's cache of IPC mappings is on.
     """
 
     def __init__(self, shape: BufferShape, rank: Rank) -> None:
