@@ -41,6 +41,7 @@ FLAGS: ContextVar[Layer] = ContextVar("flags", default=MappingProxyType({}))
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
+MAX_SYSTEM_PORT = 32767
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$")]
@@ -239,6 +240,16 @@ class FrontendConfig(_Section):
     """Port of the OpenAI API."""
     migration_limit: int = Field(default=10, ge=0)
     """How often a stream may move to another rank over its life, scale-downs and deaths alike."""
+    router_mode: Literal["round-robin", "random", "kv"] = "round-robin"
+    """How it chooses the rank of a request; `kv`: by what the ranks' KV caches hold."""
+
+
+class WorkersConfig(_Section):
+    """The worker shells, one a slot."""
+
+    system_port: int = Field(default=0, ge=0, le=MAX_SYSTEM_PORT)
+    """Slot N serves Dynamo's health, metrics and control routes on 127.0.0.1, at this port + N.
+    0: none. Not above 32767 with the last slot: Dynamo reads it as a signed 16-bit number."""
 
 
 class PlannerConfig(_Section):
@@ -250,6 +261,8 @@ class PlannerConfig(_Section):
     """Port of its control API, on loopback."""
     interval_s: int = Field(default=2, ge=1)
     """It looks at the load this often."""
+    constrain: bool = True
+    """Our plugin in it makes its decisions widths that can be had: docs/planner.md."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """More planner settings, passed on as they are."""
 
@@ -296,6 +309,7 @@ class DeploymentConfig(_Section):
     agent: AgentConfig = AgentConfig()
     etcd: EtcdConfig = EtcdConfig()
     frontend: FrontendConfig = FrontendConfig()
+    workers: WorkersConfig = WorkersConfig()
     planner: PlannerConfig = PlannerConfig()
     run_dir: Path = Path("/run/dynamo-elastic")
     """Parent of the state directory: sockets, control directories, logs."""
@@ -307,6 +321,10 @@ class DeploymentConfig(_Section):
     @property
     def agent_socket(self) -> Path:
         return self.state_dir / "agent.sock"
+
+    def system_port(self, slot: int) -> int:
+        """Of the shell of `slot`; 0: none."""
+        return self.workers.system_port and self.workers.system_port + slot
 
     def control_dir(self, slot: int) -> Path:
         """Where the engine of `slot` meets its shell; part of its image."""
@@ -334,12 +352,21 @@ def _port_faults(config: DeploymentConfig) -> list[str]:
         used["agent.metrics_port"] = config.agent.metrics_port
     if config.etcd.start:
         used |= {"etcd.port": config.etcd.port, "etcd.peer_port": config.etcd.peer_port}
+    if config.workers.system_port:
+        for slot in range(config.scale.max_ranks):
+            used[f"workers.system_port (slot {slot})"] = config.system_port(slot)
     seen: dict[int, str] = {}
     faults = []
     for name, port in used.items():
         if port in seen:
             faults.append(f"{name}: port {port} is also {seen[port]}; choose another")
         seen.setdefault(port, name)
+    last = config.workers.system_port and config.system_port(config.scale.max_ranks - 1)
+    if last > MAX_SYSTEM_PORT:
+        faults.append(
+            f"workers.system_port: {last} of the last slot is above {MAX_SYSTEM_PORT}, the most "
+            "that Dynamo takes; choose a lower one"
+        )
     return faults
 
 

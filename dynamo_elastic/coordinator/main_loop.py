@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from dynamo_elastic.config import ScaleConfig
+from dynamo_elastic.coordinator.capacity import capacity_of
 from dynamo_elastic.coordinator.decide import (
     AS_WANTED,
     EVICTION_SOURCE,
@@ -116,10 +117,13 @@ class _Term:
         while True:
             async with self._fenced.store.watch(self._keys.prefix) as watch:
                 status = status_of(watch.snapshot, self._keys)
+                capacity = capacity_of(status, self._shape, self._config, self._now())
+                if capacity != status.capacity:
+                    await self._show(self._keys.capacity, encode(capacity), status)
                 action = self._held_back(decide(status, self._shape, self._config, self._now()))
                 if isinstance(action, Idle):
                     await self._say(action.reason, status)
-                    await self._next_change(watch, self._pause_s(action))
+                    await self._next_change(watch, self._pause_s(action.until_s, capacity.until_s))
                     continue
             if isinstance(action, Answer):
                 await self._answer(action, status)
@@ -135,9 +139,11 @@ class _Term:
             return action
         return Idle(f"to be tried again: {self._retries.reason}", self._now() + pause_s)
 
-    def _pause_s(self, idle: Idle) -> float | None:
+    def _pause_s(self, *until_s: float | None) -> float | None:
+        """Seconds to the first of these times; None if there is none."""
+        first_s = min((t for t in until_s if t is not None), default=None)
         # Never nothing: the wall clock is coarser than the loop's.
-        return None if idle.until_s is None else max(_MIN_PAUSE_S, idle.until_s - self._now())
+        return None if first_s is None else max(_MIN_PAUSE_S, first_s - self._now())
 
     async def _operate(self, request: ScaleRequest, status: Status) -> None:
         if request.request_id and self._retries.failures(request) >= MAX_ATTEMPTS:
@@ -211,15 +217,17 @@ class _Term:
             self._waiting_for = reason
             log.info("%s", reason)
         notice = "" if reason == AS_WANTED else reason
-        if notice == status.notice:
-            return
-        key = self._keys.notice
+        if notice != status.notice:
+            await self._show(self._keys.notice, encode(notice) if notice else None, status)
+
+    async def _show(self, key: str, value: bytes | None, status: Status) -> None:
+        """Store `value` (None: nothing) for others to see."""
 
         async def applied() -> int | None:
             stored = await self._fenced.store.get(key)
             return stored.mod_revision if stored is not None else None
 
-        op = Put(key, encode(notice)) if notice else Delete(key)
+        op = Delete(key) if value is None else Put(key, value)
         with suppress(GuardFailed):
             await self._fenced.write([Guard(key, status.revision(key))], [op], applied=applied)
 

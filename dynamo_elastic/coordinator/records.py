@@ -11,6 +11,7 @@
   target                TargetRecord: newest wins
   outcome               TargetOutcome: the coordinator's newest answer to a target
   notice                what the coordinator waits for; absent when it waits for nothing
+  capacity              CapacityRecord: which widths can be had, for those who decide
   warnings/{name}       WarningRecord: what somebody who writes targets wants people to know
   members/{worker}      MemberRecord (lease of the shell)
   commands/{worker}     CommandRecord: the newest command to that participant
@@ -100,6 +101,10 @@ class Keys:
         return f"{self.prefix}notice"
 
     @property
+    def capacity(self) -> str:
+        return f"{self.prefix}capacity"
+
+    @property
     def warnings(self) -> str:
         return f"{self.prefix}warnings/"
 
@@ -187,6 +192,22 @@ class TargetRecord:
     """Which of its wishes it is, say 'decision 17'."""
     supersedes: tuple[EarlierTarget, ...] = ()
     """Those before it, newest first; the last few."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityRecord:
+    """Which widths can be had now, as the leader sees it between operations."""
+
+    width: int
+    """Ranks in force."""
+    legal: tuple[int, ...]
+    """Widths that the model's experts, the settings and the slots that exist allow, in order."""
+    attainable: int
+    """For so many ranks there are GPUs: of ranks that live, and free ones."""
+    withheld: dict[WorkerId, str] = field(default_factory=dict)
+    """Free slots that are not counted, being in quarantine, and why."""
+    until_s: float | None = None
+    """When the first of them is let out (wall clock)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from dynamo_elastic.coordinator.records import (
+    CapacityRecord,
     Keys,
     MemberRecord,
     MemberState,
@@ -39,6 +40,8 @@ class Status:
     outcome: TargetOutcome | None = None
     notice: str = ""
     """What the coordinator waits for, '' if for nothing."""
+    capacity: CapacityRecord | None = None
+    """Which widths can be had."""
     warnings: dict[str, WarningRecord] = field(default_factory=dict)
     """By name: what those who write targets want people to know."""
     leader: str = ""
@@ -156,6 +159,7 @@ def status_of(stored: Iterable[Versioned], keys: Keys) -> Status:
         target=read(TargetRecord, keys.target),
         outcome=read(TargetOutcome, keys.outcome),
         notice=read(str, keys.notice) or "",
+        capacity=read(CapacityRecord, keys.capacity),
         warnings=warnings,
         leader=leader.value.decode().split()[0] if leader else "",
         revisions={k: v.mod_revision for k, v in by_key.items()},

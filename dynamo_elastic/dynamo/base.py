@@ -31,9 +31,7 @@ ControlRoute = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Answers a JSON body, {} if there was none. What it raises is answered as HTTP 500."""
 
 SYSTEM_PORT = "DYN_SYSTEM_PORT"
-"""Environment: where Dynamo serves a process's health, metrics and control routes. Not above 32767:
-Dynamo reads it as a signed 16-bit number."""
-MAX_SYSTEM_PORT = 32767
+"""Environment: where Dynamo serves a process's health, metrics and control routes."""
 
 
 @dataclass(frozen=True, slots=True)

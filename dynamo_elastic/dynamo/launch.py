@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from math import ceil
 from typing import Any
 
 import aiohttp
 
 from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.dynamo.environment import dynamo_environment
 from dynamo_elastic.errors import ElasticError
 
 _CONTROL_TIMEOUT_S = 15.0
@@ -18,7 +20,7 @@ class PlannerRefused(ElasticError):
     """The planner did not take new limits (its reason is in the message), or is not there."""
 
 
-def frontend_argv(config: DeploymentConfig, *, router: str = "round-robin") -> list[str]:
+def frontend_argv(config: DeploymentConfig) -> list[str]:
     """Dynamo's OpenAI frontend. Needs dynamo_environment()."""
     return [
         sys.executable,
@@ -28,7 +30,7 @@ def frontend_argv(config: DeploymentConfig, *, router: str = "round-robin") -> l
         f"--http-port={config.frontend.port}",
         f"--migration-limit={config.frontend.migration_limit}",
         f"--namespace={config.namespace}",
-        f"--router-mode={router}",
+        f"--router-mode={config.frontend.router_mode}",
         "--discovery-backend=etcd",
         "--request-plane=tcp",
         "--event-plane=zmq",
@@ -36,7 +38,7 @@ def frontend_argv(config: DeploymentConfig, *, router: str = "round-robin") -> l
 
 
 def planner_argv(config: DeploymentConfig) -> list[str]:
-    """Dynamo's planner. Needs dynamo_environment()."""
+    """Dynamo's planner. Needs planner_environment()."""
     return [
         sys.executable,
         "-m",
@@ -72,7 +74,53 @@ def planner_settings(config: DeploymentConfig) -> dict[str, Any]:
         "live_dashboard_port": 0,
         "report_interval_hours": None,
     }
-    return ours | config.planner.settings
+    settings = ours | config.planner.settings
+    return _constrained(config, settings) if config.planner.constrain else settings
+
+
+def _constrained(config: DeploymentConfig, settings: dict[str, Any]) -> dict[str, Any]:
+    """`settings` with our plugin, before those that are there already."""
+    plugin = {
+        "module": "dynamo_elastic.dynamo.planner_plugin",
+        "class": "LegalWidths",
+        "plugin_id": "dynamo_elastic",
+        "plugin_type": "reconcile",
+        "priority": 0,
+        "needs": ["observations.fpm"],
+        "kwargs": {
+            "endpoints": list(config.etcd.urls),
+            "deployment": config.deployment,
+            "namespace": config.namespace,
+            "full_kv_share": _full_kv_share(settings),
+        },
+    }
+    registration = settings.get("plugin_registration", {})
+    plugins = [plugin, *registration.get("in_process_plugins", ())]
+    return settings | {"plugin_registration": {**registration, "in_process_plugins": plugins}}
+
+
+def _full_kv_share(settings: dict[str, Any]) -> float:
+    """The share of the KV cache in use at which the planner goes up (target `sla`: down to which it
+    would fill the ranks that stay)."""
+    match settings["optimization_target"]:
+        case "load":
+            return float(settings["decode_scale_up_kv_rate"]) / 100
+        case "latency":
+            return 0.4
+        case "sla":
+            return float(settings.get("load_scaling_down_sensitivity", 80)) / 100
+        case _:
+            return 1.0
+
+
+def planner_environment(config: DeploymentConfig) -> dict[str, str]:
+    """dynamo_environment(), and how long the planner may be held up by a decision that nobody
+    acknowledges: no longer than we may take, in place of half an hour."""
+    scale = config.scale
+    return dynamo_environment(config) | {
+        "SCALING_CHECK_INTERVAL": "1",
+        "SCALING_MAX_WAIT_TIME": str(ceil(scale.operation_timeout_s + scale.slots_timeout_s)),
+    }
 
 
 class PlannerControl:

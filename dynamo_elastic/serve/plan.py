@@ -8,7 +8,7 @@ from pathlib import Path
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.config_launch import CONFIG_FLAG, SLOT_FLAG
 from dynamo_elastic.dynamo.environment import dynamo_environment
-from dynamo_elastic.dynamo.launch import frontend_argv, planner_argv
+from dynamo_elastic.dynamo.launch import frontend_argv, planner_argv, planner_environment
 from dynamo_elastic.serve.processes import ProcessSpec
 
 
@@ -61,7 +61,7 @@ def planner_spec(config: DeploymentConfig) -> ProcessSpec:
         "planner",
         planner_argv(config),
         _log(config, "planner"),
-        environment=dynamo_environment(config),
+        environment=planner_environment(config),
     )
 
 

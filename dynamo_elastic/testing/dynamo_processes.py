@@ -20,7 +20,9 @@ from dynamo_elastic.testing.etcd_process import EtcdProcess, free_port
 _START_TIMEOUT_S = 40.0
 
 
-def dynamo_deployment(directory: Path, etcd: EtcdProcess, *, slots: int) -> DeploymentConfig:
+def dynamo_deployment(
+    directory: Path, etcd: EtcdProcess, *, slots: int, router_mode: str = "round-robin"
+) -> DeploymentConfig:
     """A deployment on a running etcd, with a small model and free ports."""
     write_model(directory / "model")
     return parse_config(
@@ -29,7 +31,7 @@ def dynamo_deployment(directory: Path, etcd: EtcdProcess, *, slots: int) -> Depl
             "model": {"path": str(directory / "model"), "name": "test"},
             "scale": {"initial_ranks": 1, "max_ranks": slots, "lease_ttl_s": 5},
             "etcd": {"start": False, "endpoints": [etcd.url]},
-            "frontend": {"port": free_port()},
+            "frontend": {"port": free_port(), "router_mode": router_mode},
             "planner": {"control_port": free_port(), "interval_s": 1},
             "run_dir": str(directory / "run"),
         }
@@ -52,11 +54,9 @@ def process(
 
 
 @contextmanager
-def frontend(
-    config: DeploymentConfig, directory: Path, *, router: str = "round-robin"
-) -> Iterator[str]:
+def frontend(config: DeploymentConfig, directory: Path) -> Iterator[str]:
     """Dynamo's frontend; its URL. It serves the model once an instance is registered."""
-    with process(config, frontend_argv(config, router=router), directory / "frontend.log"):
+    with process(config, frontend_argv(config), directory / "frontend.log"):
         yield f"http://{config.frontend.host}:{config.frontend.port}"
 
 

@@ -49,13 +49,13 @@ async def test_no_request_fails_while_cards_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, router: str
 ) -> None:
     with etcd_process(tmp_path / "etcd") as etcd:
-        config = dynamo_deployment(tmp_path, etcd, slots=4)
+        config = dynamo_deployment(tmp_path, etcd, slots=4, router_mode=router)
         for name, value in dynamo_environment(config).items():
             monkeypatch.setenv(name, value)
         store = EtcdStore(config.etcd.urls)
         ranks = [DynamoRank(config, f"rank{k}") for k in range(width)]
         try:
-            with frontend(config, tmp_path, router=router) as url:
+            with frontend(config, tmp_path) as url:
                 await asyncio.gather(*(r.join(1) for r in ranks))
                 await wait_for_model(url)
                 before = set(await cards(store))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.records import (
+    CapacityRecord,
     Keys,
     OutcomeStatus,
     TargetOutcome,
@@ -24,7 +26,12 @@ from dynamo_elastic.coordinator.store import Put
 from dynamo_elastic.dynamo.base import Context, InstanceSpec, Load
 from dynamo_elastic.dynamo.decisions import PlannerKeys
 from dynamo_elastic.dynamo.environment import dynamo_environment
-from dynamo_elastic.dynamo.launch import PlannerControl, PlannerRefused, planner_argv
+from dynamo_elastic.dynamo.launch import (
+    PlannerControl,
+    PlannerRefused,
+    planner_argv,
+    planner_environment,
+)
 from dynamo_elastic.dynamo.runtime import DynamoInstance
 from dynamo_elastic.dynamo.watcher import PlannerWatcher, Widths
 from dynamo_elastic.testing.deployments import asyncio_test
@@ -44,6 +51,9 @@ class Cluster:
     """Instances that come and go as the targets say, in place of coordinator and shells."""
 
     def __init__(self, config: DeploymentConfig, store: EtcdStore) -> None:
+        self.load = FULL
+        self.attainable = SLOTS
+        self._config = config
         self._store = store
         self._keys = Keys(config.deployment)
         spec = InstanceSpec(
@@ -66,6 +76,13 @@ class Cluster:
         for rank in range(width, self.width):
             await self._all[rank].unregister()
         self.width = width
+        await self.publish_capacity()
+
+    async def publish_capacity(self) -> None:
+        step = self._config.scale.multiple_of
+        legal = tuple(range(step, SLOTS + 1, step))
+        record = CapacityRecord(self.width, legal, self.attainable)
+        await self._store.txn([], [Put(self._keys.capacity, encode(record))])
 
     async def obey(self) -> None:
         async with self._store.watch(self._keys.target) as watch:
@@ -81,7 +98,7 @@ class Cluster:
     async def report(self) -> None:
         while True:
             for instance in self._all:
-                instance.report(FULL)
+                instance.report(self.load)
             await asyncio.sleep(0.25)
 
     async def close(self) -> None:
@@ -155,3 +172,53 @@ async def test_the_width_follows_the_planners_limits(
             await asyncio.gather(*tasks, return_exceptions=True)
             await cluster.close()
             await store.close()
+
+
+@asyncio_test
+async def test_the_planners_own_decisions_are_made_legal_in_the_planner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes one rank at a time, and only every other width is legal."""
+    with etcd_process(tmp_path / "etcd") as etcd:
+        plain = dynamo_deployment(tmp_path, etcd, slots=SLOTS)
+        scale = plain.scale.model_copy(update={"multiple_of": 2, "min_ranks": 2})
+        rates = {"decode_scale_up_kv_rate": 60, "decode_scale_down_kv_rate": 25}
+        planner_config = plain.planner.model_copy(update={"settings": rates})
+        config = plain.model_copy(update={"scale": scale, "planner": planner_config})
+        for name, value in planner_environment(config).items():
+            monkeypatch.setenv(name, value)
+        store = EtcdStore(config.etcd.urls)
+        cluster = Cluster(config, store)
+        cluster.attainable = 3
+        await cluster.resize(2)
+        planner = PlannerKeys(config.namespace)
+        widths = Widths(EngineShape(8, 8), config.scale.limits, SLOTS)
+        watcher = PlannerWatcher(store, Keys(config.deployment), planner, widths, unexpected)
+        tasks = [asyncio.create_task(c) for c in (cluster.obey(), cluster.report(), watcher.run())]
+        try:
+            with process(config, planner_argv(config), tmp_path / "planner.log"):
+                await _ready(PlannerControl(config.planner.control_port))
+                # Full, but there is a GPU for one more only, and three ranks are not legal.
+                await _logged(tmp_path / "planner.log", "3 -> 2: legal widths are 2, 4")
+                assert cluster.widths == []
+                cluster.attainable = SLOTS
+                await cluster.publish_capacity()
+                await _settled(store, planner, 0)
+                assert cluster.widths == [4]
+                # A quarter full: three would do, two would be half full and do as well.
+                cluster.load = replace(FULL, kv_tokens=BLOCKS * BLOCK_TOKENS // 4)
+                await _settled(store, planner, 1)
+                await asyncio.sleep(3.0)
+                assert cluster.widths == [4, 2]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await cluster.close()
+            await store.close()
+
+
+async def _logged(log: Path, text: str) -> None:
+    async with asyncio.timeout(30.0):
+        while text not in log.read_text():
+            await asyncio.sleep(0.2)
