@@ -32,7 +32,7 @@ class AgentClient:
         operation_id: OperationId,
         epoch: Epoch,
         *,
-        tiers: tuple[Tier, ...] = (Tier.PARKED, Tier.IMAGE, Tier.COLD),
+        tiers: tuple[Tier, ...] = tuple(Tier),
         timeout_s: float,
     ) -> StartedEngine:
         params = {
@@ -50,21 +50,33 @@ class AgentClient:
         params = {"slot": slot, "incarnation": incarnation}
         await self._rpc.call("stop_engine", params, timeout_s=_CALL_TIMEOUT_S)
 
+    async def park_engine(self, slot: int, incarnation: Incarnation, *, timeout_s: float) -> str:
+        params = {"slot": slot, "incarnation": incarnation, "timeout_s": timeout_s}
+        reply = await self._rpc.call("park_engine", params, timeout_s=timeout_s + _REPLY_MARGIN_S)
+        return str(reply)
+
     async def slots(self) -> tuple[SlotStatus, ...]:
         return _SLOTS.validate_python(await self._rpc.call("slots", {}, timeout_s=_CALL_TIMEOUT_S))
 
     async def status(self) -> dict[str, Any]:
         """What this host can't do, and why: {'skipped': [...], 'no_image': {slot: reason},
-        'quarantine': {image: reason}, 'draining': reason or '', 'tidied': [...]}."""
+        'quarantine': {image: reason}, 'draining': reason or '', 'tidied': [...], 'gpus': {slot:
+        uuid}}."""
         reply: dict[str, Any] = await self._rpc.call("status", {}, timeout_s=_CALL_TIMEOUT_S)
         return reply
 
     async def drain(self, reason: str) -> dict[str, Any]:
-        """No engine is started from now on; those that live serve on, images stay. Returns
-        {'draining': reason, 'serving': [slot, ...]}. Idempotent."""
+        """No engine is started from now on; those that serve go on, images stay, parked engines
+        end. Returns {'draining': reason, 'serving': [slot, ...], 'evicted': [slot, ...]}.
+        Idempotent."""
         params = {"reason": reason}
         reply: dict[str, Any] = await self._rpc.call("drain", params, timeout_s=_CALL_TIMEOUT_S)
         return reply
+
+    async def evict(self, slot: int | None) -> tuple[int, ...]:
+        """End the engine parked in `slot`, or all for None; the slots that had one. Idempotent."""
+        reply = await self._rpc.call("evict", {"slot": slot}, timeout_s=_CALL_TIMEOUT_S)
+        return tuple(reply)
 
     async def undrain(self) -> None:
         """Undo drain(). Idempotent."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -28,25 +27,7 @@ LOCK_FILE = "agent.lock"
 NAMESPACE_FILE = "namespace.json"
 _END_TIMEOUT_S = 10.0
 _PROCESS = TypeAdapter(ProcessRef)
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH")
-_CONVENIENCE = frozenset({"HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"})
-_SHAPING = frozenset({"LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE"})
-_SHAPING_PREFIXES = ("CUDA_", "MKL_", "NCCL_", "NIXL_", "NVIDIA_", "OMP_", "UCX_")
 NO_NAMESPACE = "not root: engines run as plain processes, and snapshots are off"
-
-
-def shapes_engine(name: str) -> bool:
-    """True of variables that change what an engine loads or does: images must agree on them."""
-    return name in _SHAPING or (name.startswith(_SHAPING_PREFIXES) and not _SECRET.search(name))
-
-
-def engine_environment() -> dict[str, str]:
-    """What an engine inherits of ours, by allow-list: it may end up in an image."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in _CONVENIENCE or shapes_engine(name)
-    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
-from dynamo_elastic.agent.host import engine_environment, shapes_engine
+from dynamo_elastic.agent.boot import Boots, EngineArgv
+from dynamo_elastic.agent.caches import JitCaches
+from dynamo_elastic.agent.image_source import RunningImage
+from dynamo_elastic.agent.ladder import Obstacle, Why
 from dynamo_elastic.agent.quarantine import Quarantine
-from dynamo_elastic.agent.start import EngineArgv, RunningImage, boot_command
 from dynamo_elastic.config import DeploymentConfig, SnapshotConfig
 from dynamo_elastic.engine.base import DETACHED_FILE
-from dynamo_elastic.engine.launch import engine_argv
-from dynamo_elastic.engine.shape import CONFIG_FILE
-from dynamo_elastic.errors import (
-    ConfigError,
-    ElasticError,
-    PidClash,
-    ResourceMissing,
-    SnapshotError,
-    SnapshotNotFound,
-)
+from dynamo_elastic.engine.launch import engine_argv, is_tree
+from dynamo_elastic.errors import PidClash, ResourceMissing, SnapshotError, SnapshotNotFound
 from dynamo_elastic.snapshot.base import PIDS_PER_SLOT, Imager, Namespace, TakePhase, first_pid
 from dynamo_elastic.snapshot.catalog import Catalog
-from dynamo_elastic.snapshot.criu import Criu
-from dynamo_elastic.snapshot.fingerprint import (
-    Fingerprint,
-    machine_mismatches,
-    mismatches,
-    read_fingerprint,
-)
+from dynamo_elastic.snapshot.fingerprint import Fingerprint, machine_mismatches, mismatches
+from dynamo_elastic.snapshot.gpu import NO_GPU, Gpu
 from dynamo_elastic.snapshot.inspect_process import Allowed
 from dynamo_elastic.snapshot.locks import Hold
 from dynamo_elastic.snapshot.manifest import Manifest
@@ -39,39 +26,6 @@ from dynamo_elastic.snapshot.restore import Restored, restore_snapshot
 from dynamo_elastic.snapshot.take import TakeRequest, take_snapshot
 
 Progress = Callable[[int, TakePhase], None]
-
-_DISABLED = "snapshots are off (snapshot.enabled)"
-
-
-class NoImages:
-    """In place of Images where this host or deployment has none."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def obstacle(self, slot: int) -> str:
-        return self._reason
-
-    def newest(self, slot: int) -> str:
-        return ""
-
-    def restore(self, slot: int, namespace: Namespace, *, timeout_s: float) -> RunningImage:
-        raise SnapshotNotFound(self._reason)
-
-    def report(self, image_id: str, failure: str) -> None:
-        """Nothing was tried."""
-
-    def quarantined(self) -> dict[str, str]:
-        return {}
-
-    def hold(self, slot: int, image_id: str) -> None:
-        """Nothing to hold."""
-
-    def release(self, slot: int) -> None:
-        """Nothing was held."""
-
-    def tidy(self) -> tuple[str, ...]:
-        return ()
 
 
 class Images:
@@ -83,11 +37,14 @@ class Images:
         imager: Imager,
         catalog: Catalog,
         argv_of: EngineArgv = engine_argv,
+        gpu: Gpu = NO_GPU,
     ) -> None:
         self._config = config
         self._imager = imager
         self._catalog = catalog
-        self._argv_of = argv_of
+        self._gpu = gpu
+        self._boots = Boots(config, argv_of, gpu.inventory.gpus())
+        self._caches = JitCaches(catalog.root, config.snapshot.max_age_s)
         self._quarantine = Quarantine(config.snapshot.quarantine_s)
         self._holds: dict[int, Hold] = {}
 
@@ -97,15 +54,7 @@ class Images:
 
     def fingerprint(self, slot: int) -> Fingerprint:
         """What an image of `slot` must have to be run here and now."""
-        command = boot_command(self._config, slot, self._argv_of)
-        return read_fingerprint(
-            criu=self._imager.version(),
-            argv=command.argv,
-            environment={k: v for k, v in command.environment.items() if shapes_engine(k)},
-            model=model_digest(self._config.model.path),
-            slot=slot,
-            control_dir=self._config.control_dir(slot),
-        )
+        return self._boots.fingerprint(slot, criu=self._imager.version())
 
     def find(self, slot: int) -> Manifest | None:
         """The newest image of `slot` that fits and is not in quarantine."""
@@ -121,26 +70,27 @@ class Images:
         manifest = self.find(slot)
         return manifest.image_id if manifest is not None else ""
 
-    def obstacle(self, slot: int) -> str:
+    def obstacle(self, slot: int) -> Obstacle | None:
         """Why no image of `slot` can be restored: there is none, it failed, or how it differs."""
         if self.find(slot) is not None:
-            return ""
+            return None
         here = self.fingerprint(slot)
         last = self._catalog.newest(slot, lambda m: m.fingerprint.control_dir == here.control_dir)
         last = last or self._catalog.newest(slot, lambda _: True)
         if last is None:
-            return f"no image of slot {slot} in {self._catalog.root}"
+            return Obstacle(Why.ABSENT, f"no image of slot {slot} in {self._catalog.root}")
         differences = mismatches(last.fingerprint, here)
         if differences:
-            return f"{last.image_id} does not fit: {'; '.join(differences)}"
-        return f"{last.image_id} is {self._quarantine.reason(last.image_id)}"
+            return Obstacle(Why.MISFIT, f"{last.image_id} does not fit: {'; '.join(differences)}")
+        reason = self._quarantine.reason(last.image_id)
+        return Obstacle(Why.QUARANTINED, f"{last.image_id} is {reason}")
 
     def restore(self, slot: int, namespace: Namespace, *, timeout_s: float) -> RunningImage:
         """Run the newest image of `slot` that may be tried, and hold it until release(slot). A
         failure that is the image's own counts towards its quarantine."""
         manifest = self.find(slot)
         if manifest is None:
-            raise SnapshotNotFound(self.obstacle(slot))
+            raise SnapshotNotFound(str(self.obstacle(slot)))
         self.hold(slot, manifest.image_id)
         try:
             restored = self.restore_image(manifest, namespace, timeout_s=timeout_s)
@@ -198,12 +148,18 @@ class Images:
 
         control_dir = self._config.control_dir(slot)
         pids = range(first_pid(slot), first_pid(slot) + PIDS_PER_SLOT)
+        command = self._boots.command(slot, self._caches.environment(self._boots.cache_key(slot)))
         request = TakeRequest(
             slot=slot,
-            command=boot_command(self._config, slot, self._argv_of),
+            command=command,
             control_dir=control_dir,
             ready_file=DETACHED_FILE,
-            allowed=Allowed((control_dir,), set(engine_environment()).__contains__, pids),
+            allowed=Allowed(
+                (control_dir,),
+                command.environment.__contains__,
+                pids,
+                tree=is_tree(self._config),
+            ),
             fingerprint=self.fingerprint(slot),
             boot_timeout_s=self._config.scale.restore_timeout_s,
             dump_timeout_s=self._config.scale.restore_timeout_s,
@@ -244,56 +200,3 @@ class Images:
 
 def bounds(settings: SnapshotConfig) -> Bounds:
     return Bounds(settings.max_images_per_slot, settings.max_bytes, settings.max_age_s)
-
-
-def model_digest(model: Path) -> str:
-    """Digest of the model's configuration, on which an engine's shapes and warm-up depend. Raises
-    ConfigError."""
-    path = model / CONFIG_FILE
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError as exc:
-        raise ConfigError(
-            [f"model.path: {path} can't be read ({exc.strerror}); name a model directory"]
-        ) from exc
-
-
-def open_images(config: DeploymentConfig, argv_of: EngineArgv = engine_argv) -> Images:
-    """Raises ResourceMissing (no root, no CRIU, too old) or SnapshotError (the catalog)."""
-    return Images(config, Criu.find(), Catalog(config.snapshot.catalog), argv_of)
-
-
-def images_or_reason(
-    config: DeploymentConfig, argv_of: EngineArgv = engine_argv
-) -> Images | NoImages:
-    """The deployment's images, or the reason why there are none: engines start cold then."""
-    if not config.snapshot.enabled:
-        return NoImages(_DISABLED)
-    try:
-        return open_images(config, argv_of)
-    except ElasticError as exc:
-        return NoImages(str(exc))
-
-
-def missing_slots(config: DeploymentConfig) -> tuple[int, ...]:
-    """Slots that have no usable image. Raises what open_images() raises."""
-    images = open_images(config)
-    return tuple(s for s in range(config.scale.max_ranks) if images.find(s) is None)
-
-
-def create_images(
-    config: DeploymentConfig, slots: Sequence[int], progress: Progress | None = None
-) -> tuple[Manifest, ...]:
-    """An image of each of `slots`, one after the other. Raises what open_images() and
-    take_snapshot() raise; images made before stay. Raises SnapshotError, too, if they don't fit
-    into the catalog together."""
-    images = open_images(config)
-    images.catalog.remove_partials()
-    made = tuple(images.create(slot, progress) for slot in slots)
-    left = images.catalog.entries()
-    if not all(manifest.image_id in left for manifest in made):
-        raise SnapshotError(
-            f"snapshot.max_bytes: {config.snapshot.max_bytes} bytes don't hold an image of each "
-            "slot; raise it"
-        )
-    return made

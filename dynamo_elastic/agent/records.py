@@ -1,4 +1,8 @@
-"""What the agent writes down of an engine, so that its successor can adopt it."""
+"""What the agent writes down of engines, so that its successor can adopt them.
+
+A slot's directory has `engine.json` from the start of an engine on, or `parked.json`. Where both
+are found, an agent died between two states of the slot: neither is adopted.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,15 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from dynamo_elastic.agent.base import StartedEngine, Tier
+from dynamo_elastic.agent.base import Lease, StartedEngine, Tier
 from dynamo_elastic.engine.base import ATTACH_FILE, DETACHED_FILE, SOCKET_FILE, Attach
+from dynamo_elastic.snapshot.fingerprint import Fingerprint
+from dynamo_elastic.snapshot.park import ParkedReport
 from dynamo_elastic.snapshot.process import ProcessRef
-from dynamo_elastic.types import Incarnation, OperationId, WorkerId
+from dynamo_elastic.types import Incarnation
 
 ENGINE_FILE = "engine.json"
+PARKED_FILE = "parked.json"
 ENGINE_LOG = "engine.log"
 
 
@@ -22,19 +29,24 @@ class EngineRecord:
     """One engine, from its start on. `attached`: it answered; only then it may be adopted."""
 
     slot: int
-    worker_id: WorkerId
-    operation_id: OperationId
+    lease: Lease
     incarnation: Incarnation
     tier: Tier
     process: ProcessRef
+    fingerprint: Fingerprint
+    """Of its boot, however long ago that was and wherever the process has been since."""
     attached: bool = False
     ready_s: float = 0.0
     image_id: str = ""
-    """Of the image it was restored from; '' if it was booted."""
+    """Of the image that the process was restored from; '' if it was booted."""
     fell_through: tuple[str, ...] = ()
 
     def ready(self, ready_s: float) -> EngineRecord:
         return replace(self, attached=True, ready_s=ready_s)
+
+    def leaving(self) -> EngineRecord:
+        """It must not be adopted any more."""
+        return replace(self, attached=False)
 
     def started(self, control_dir: Path) -> StartedEngine:
         return StartedEngine(
@@ -47,7 +59,25 @@ class EngineRecord:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ParkedRecord:
+    """One parked engine. `fingerprint` and `image_id` are those that it was started with."""
+
+    slot: int
+    report: ParkedReport
+    fingerprint: Fingerprint
+    image_id: str
+    parked_at_s: float
+    """Seconds since the epoch."""
+    host_bytes: int
+
+    @property
+    def process(self) -> ProcessRef:
+        return self.report.process
+
+
 _RECORD = TypeAdapter(EngineRecord)
+_PARKED = TypeAdapter(ParkedRecord)
 _ATTACH = TypeAdapter(Attach)
 
 
@@ -76,6 +106,26 @@ def read_record(control_dir: Path) -> EngineRecord | None:
         return None
 
 
+def write_parked(control_dir: Path, parked: ParkedRecord) -> None:
+    """The slot's engine is parked, and no longer what `engine.json` said."""
+    write_whole(control_dir / PARKED_FILE, _PARKED.dump_json(parked))
+    (control_dir / ENGINE_FILE).unlink(missing_ok=True)
+
+
+def write_started(control_dir: Path, record: EngineRecord) -> None:
+    """The slot's engine is on its way from wherever it was."""
+    write_record(control_dir, record)
+    (control_dir / PARKED_FILE).unlink(missing_ok=True)
+
+
+def read_parked(control_dir: Path) -> ParkedRecord | None:
+    """The engine parked there; None if none is, or the record is of another version."""
+    try:
+        return _PARKED.validate_json((control_dir / PARKED_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
 def write_attach(control_dir: Path, attach: Attach) -> None:
     write_whole(control_dir / ATTACH_FILE, _ATTACH.dump_json(attach))
 
@@ -83,7 +133,7 @@ def write_attach(control_dir: Path, attach: Attach) -> None:
 def clear(control_dir: Path) -> None:
     """Nothing of an earlier engine is left that a new one, or its shell, could take for its own."""
     control_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in (ENGINE_FILE, DETACHED_FILE, ATTACH_FILE, SOCKET_FILE):
+    for name in (ENGINE_FILE, PARKED_FILE, DETACHED_FILE, ATTACH_FILE, SOCKET_FILE):
         (control_dir / name).unlink(missing_ok=True)
         _partial(control_dir / name).unlink(missing_ok=True)
 

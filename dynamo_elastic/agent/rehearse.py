@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo_elastic.agent.images import Images
+from dynamo_elastic.agent.ready import wait_ready
 from dynamo_elastic.agent.records import ENGINE_LOG, write_attach
-from dynamo_elastic.agent.start import wait_ready
 from dynamo_elastic.engine.base import SOCKET_FILE, Attach
 from dynamo_elastic.snapshot.locks import work_directory
 from dynamo_elastic.snapshot.manifest import Manifest
@@ -55,7 +55,8 @@ async def running_copy(
     incarnation = Incarnation(f"rehearsal-{secrets.token_hex(4)}")
     with ExitStack() as stack:
         own = stack.enter_context(work_directory())
-        namespace = stack.enter_context(temporary_namespace({control_dir: own}))
+        # An engine of the same image may live: CUDA's abstract socket would be taken.
+        namespace = stack.enter_context(temporary_namespace({control_dir: own}, own_network=True))
         attach = Attach(
             incarnation=incarnation,
             worker_id=WorkerId("rehearsal"),

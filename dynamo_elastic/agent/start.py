@@ -6,83 +6,39 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from dynamo_elastic.agent.base import Tier
-from dynamo_elastic.agent.host import Host, engine_environment
-from dynamo_elastic.agent.ladder import NO_PARKED, choose, fell
+from dynamo_elastic.agent.base import Lease, Tier
+from dynamo_elastic.agent.boot import Boots
+from dynamo_elastic.agent.caches import JitCaches
+from dynamo_elastic.agent.host import Host
+from dynamo_elastic.agent.image_source import ImageSource, RunningImage
+from dynamo_elastic.agent.ladder import Fall, Obstacle, Why, choose
+from dynamo_elastic.agent.parking import unpark_engine
+from dynamo_elastic.agent.ready import wait_detached, wait_ready
 from dynamo_elastic.agent.records import (
     ENGINE_LOG,
     EngineRecord,
+    ParkedRecord,
     clear,
     write_attach,
     write_record,
+    write_started,
 )
 from dynamo_elastic.config import DeploymentConfig
-from dynamo_elastic.engine.base import DETACHED_FILE, SOCKET_FILE, Attach
-from dynamo_elastic.errors import ElasticError, EngineError, EngineGone
+from dynamo_elastic.engine.base import Attach
+from dynamo_elastic.errors import ElasticError, EngineError, GpuMemoryShort, ResourceMissing
 from dynamo_elastic.failpoints import KILL_ONCE_DIR, failpoint
-from dynamo_elastic.ipc import RpcClient
-from dynamo_elastic.snapshot.base import BOOT_LOG, Command, Namespace
-from dynamo_elastic.snapshot.process import ProcessRef, alive, kill_and_wait
-from dynamo_elastic.types import Incarnation, OperationId, WorkerId
+from dynamo_elastic.metrics import Metrics
+from dynamo_elastic.snapshot.gpu import Gpu
+from dynamo_elastic.snapshot.process import ProcessRef, kill_and_wait
+from dynamo_elastic.types import Incarnation
 
-EngineArgv = Callable[[DeploymentConfig, int], Sequence[str]]
-_POLL_S = 0.005
-_STATUS_TIMEOUT_S = 2.0
 _KILL_TIMEOUT_S = 10.0
-_LOG_TAIL_BYTES = 2000
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RunningImage:
-    """A process that an image was turned into. `process`: in our namespace."""
-
-    process: ProcessRef
-    image_id: str
-
-
-class ImageSource(Protocol):
-    """Where images of slots come from (agent/images.py)."""
-
-    def obstacle(self, slot: int) -> str:
-        """Why no image of `slot` can be restored; '' if one can."""
-        ...
-
-    def newest(self, slot: int) -> str:
-        """Id of the newest usable image of `slot`; '' if there is none."""
-        ...
-
-    def restore(self, slot: int, namespace: Namespace, *, timeout_s: float) -> RunningImage:
-        """Run the newest usable image of `slot`, and hold it until release(slot). Raises
-        SnapshotError or ResourceMissing; then it is not held."""
-        ...
-
-    def report(self, image_id: str, failure: str) -> None:
-        """The engine from that image answered ('' as `failure`), or did not, and why."""
-        ...
-
-    def quarantined(self) -> dict[str, str]:
-        """Images that failed too often -> why they are not tried now."""
-        ...
-
-    def hold(self, slot: int, image_id: str) -> None:
-        """The image of the engine in `slot` is not removed before release(slot). Raises
-        SnapshotError."""
-        ...
-
-    def release(self, slot: int) -> None:
-        """The engine in `slot` is gone. Idempotent."""
-        ...
-
-    def tidy(self) -> tuple[str, ...]:
-        """Remove images that are stale or too many; one line for each. Raises SnapshotError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +46,7 @@ class StartRequest:
     """One start. `began` and `deadline` are times of the running event loop."""
 
     slot: int
-    worker_id: WorkerId
-    operation_id: OperationId
+    lease: Lease
     tiers: tuple[Tier, ...]
     began: float
     deadline: float
@@ -105,133 +60,149 @@ class Starter:
         config: DeploymentConfig,
         host: Host,
         images: ImageSource,
-        engine_argv: EngineArgv,
+        boots: Boots,
+        gpu: Gpu,
+        metrics: Metrics,
     ) -> None:
         self._config = config
         self._host = host
         self._images = images
-        self._engine_argv = engine_argv
+        self._boots = boots
+        self._gpu = gpu
+        self._metrics = metrics
+        self._caches = JitCaches(config.snapshot.catalog, config.snapshot.max_age_s)
 
-    async def start(self, request: StartRequest) -> EngineRecord:
-        """An engine that answers, recorded. Raises EngineError, with nothing left running, if no
-        rung holds before the deadline."""
-        obstacles = {Tier.PARKED: NO_PARKED}
-        image_obstacle = await asyncio.to_thread(self._images.obstacle, request.slot)
-        if image_obstacle:
-            obstacles[Tier.IMAGE] = image_obstacle
+    async def start(self, request: StartRequest, parked: ParkedRecord | Obstacle) -> EngineRecord:
+        """An engine that answers, recorded. `parked` is the engine that waits in the slot, or why
+        there is none to be used; whatever happens, it is parked no longer. Raises EngineError, with
+        nothing left running, if no rung holds before the deadline."""
+        obstacles = {Tier.PARKED: parked} if isinstance(parked, Obstacle) else {}
+        for tier, obstacle in (await asyncio.to_thread(self._obstacles, request.slot)).items():
+            if obstacle is not None:
+                obstacles[tier] = obstacle
         ladder = choose(request.tiers, obstacles)
-        reasons = list(ladder.skipped)
+        falls = list(ladder.falls)
         for tier in ladder.rungs:
             try:
-                return await self._from_tier(request, tier, tuple(reasons))
+                record = await self._from_tier(request, tier, parked, tuple(map(str, falls)))
             except (ElasticError, ProcessLookupError) as exc:
                 _log.warning("slot %d: tier %s failed: %s", request.slot, tier.value, exc)
-                reasons.append(fell(tier, str(exc)))
-        raise EngineError(f"no engine for slot {request.slot}: {'; '.join(reasons)}")
+                self._metrics.engine_starts.labels(tier, "failed").inc()
+                falls.append(Fall(tier, Obstacle(_why(exc), str(exc))))
+                continue
+            self._metrics.engine_starts.labels(tier, "ok").inc()
+            self._metrics.start_seconds.labels(tier).observe(record.ready_s)
+            self._count(falls)
+            return record
+        self._count(falls)
+        raise EngineError(f"no engine for slot {request.slot}: {'; '.join(map(str, falls))}")
+
+    def _obstacles(self, slot: int) -> dict[Tier, Obstacle | None]:
+        return {
+            Tier.IMAGE: self._images.obstacle(slot),
+            Tier.CACHED: self._caches.obstacle(self._boots.cache_key(slot)),
+        }
+
+    def _count(self, falls: list[Fall]) -> None:
+        for fall in falls:
+            self._metrics.fall_throughs.labels(fall.tier, fall.obstacle.why).inc()
 
     async def _from_tier(
-        self, request: StartRequest, tier: Tier, reasons: tuple[str, ...]
+        self,
+        request: StartRequest,
+        tier: Tier,
+        parked: ParkedRecord | Obstacle,
+        falls: tuple[str, ...],
     ) -> EngineRecord:
         control_dir = self._config.control_dir(request.slot)
-        clear(control_dir)
-        await asyncio.to_thread(self._host.guard_pids)
-        incarnation = Incarnation(f"{request.worker_id}-{secrets.token_hex(4)}")
+        incarnation = Incarnation(f"{request.lease.worker_id}-{secrets.token_hex(4)}")
         attach = self._attach(request, incarnation)
         async with AsyncExitStack() as undo:
-            undo.callback(clear, control_dir)
             undo.callback(self._images.release, request.slot)
-            if tier is Tier.IMAGE:
-                # The restored process is polling already: it finds its identity at once.
-                write_attach(control_dir, attach)
-                started = await _not_lost(asyncio.to_thread(self._restore, request))
+            undo.callback(clear, control_dir)
+            if tier is Tier.PARKED and isinstance(parked, ParkedRecord):
+                undo.push_async_callback(end_process, parked.process)
+                started = RunningImage(parked.process, parked.image_id)
+                fingerprint = parked.fingerprint
             else:
-                started = await _not_lost(asyncio.to_thread(self._boot, request.slot))
-            process = started.process
-            undo.push_async_callback(_end, process)
+                clear(control_dir)
+                await asyncio.to_thread(self._host.guard_pids)
+                fingerprint = await asyncio.to_thread(self._boots.fingerprint, request.slot)
+                if tier is Tier.IMAGE:
+                    # The restored process is polling already: it finds its identity at once.
+                    write_attach(control_dir, attach)
+                started = await _not_lost(asyncio.to_thread(self._spawn, request.slot, tier))
+                undo.push_async_callback(end_process, started.process)
             failpoint("agent.engine_spawned")
             record = EngineRecord(
                 slot=request.slot,
-                worker_id=request.worker_id,
-                operation_id=request.operation_id,
+                lease=request.lease,
                 incarnation=incarnation,
                 tier=tier,
-                process=process,
+                process=started.process,
+                fingerprint=fingerprint,
                 image_id=started.image_id,
-                fell_through=reasons,
+                fell_through=falls,
             )
-            write_record(control_dir, record)
-            if tier is Tier.COLD:
-                await _wait_detached(control_dir, process, request.deadline)
+            write_started(control_dir, record)
+            if tier is not Tier.IMAGE:
+                await self._until_detached(request, record, parked)
                 write_attach(control_dir, attach)
-            await self._wait_answer(control_dir, record, request.deadline)
+            await self._wait_answer(request, record)
             record = record.ready(asyncio.get_running_loop().time() - request.began)
             write_record(control_dir, record)
             undo.pop_all()
         return record
 
-    async def _wait_answer(self, control_dir: Path, record: EngineRecord, deadline: float) -> None:
+    async def _until_detached(
+        self, request: StartRequest, record: EngineRecord, parked: ParkedRecord | Obstacle
+    ) -> None:
+        """The engine polls for its identity."""
+        if isinstance(parked, ParkedRecord) and record.tier is Tier.PARKED:
+            left_s = request.deadline - asyncio.get_running_loop().time()
+            await unpark_engine(parked, self._gpu, timeout_s=left_s)
+        control_dir = self._config.control_dir(request.slot)
+        await wait_detached(control_dir, record.process, request.deadline)
+
+    async def _wait_answer(self, request: StartRequest, record: EngineRecord) -> None:
+        control_dir = self._config.control_dir(request.slot)
+        failure = ""
         try:
-            await wait_ready(control_dir, record.process, record.incarnation, deadline)
+            await wait_ready(control_dir, record.process, record.incarnation, request.deadline)
         except EngineError as exc:
-            if record.image_id:
-                self._images.report(record.image_id, str(exc))
+            failure = str(exc)
+            if record.tier is Tier.CACHED:
+                self._caches.discard(self._boots.cache_key(request.slot))
             raise
-        if record.image_id:
-            self._images.report(record.image_id, "")
+        finally:
+            if record.tier is Tier.IMAGE:
+                self._images.report(record.image_id, failure)
 
-    def _restore(self, request: StartRequest) -> RunningImage:
-        return self._images.restore(
-            request.slot, self._host.namespace, timeout_s=self._config.scale.restore_timeout_s
-        )
-
-    def _boot(self, slot: int) -> RunningImage:
-        command = boot_command(self._config, slot, self._engine_argv)
+    def _spawn(self, slot: int, tier: Tier) -> RunningImage:
+        """A process that becomes an engine: restored, or booted."""
+        if tier is Tier.IMAGE:
+            timeout_s = self._config.scale.restore_timeout_s
+            return self._images.restore(slot, self._host.namespace, timeout_s=timeout_s)
+        key = self._boots.cache_key(slot)
+        # A boot that is to be cold does not read what is there; one that finds nothing fills it.
+        obstacle = self._caches.obstacle(key)
+        fills = tier is Tier.CACHED or (obstacle is not None and obstacle.why is Why.ABSENT)
+        command = self._boots.command(slot, self._caches.environment(key) if fills else None)
         return RunningImage(self._host.namespace.spawn(command), "")
 
     def _attach(self, request: StartRequest, incarnation: Incarnation) -> Attach:
         return Attach(
             incarnation=incarnation,
-            worker_id=request.worker_id,
+            worker_id=request.lease.worker_id,
             seed=secrets.randbits(63),
             log_path=str(self._config.control_dir(request.slot) / ENGINE_LOG),
             environment=_failpoints(),
         )
 
 
-async def _wait_detached(control_dir: Path, process: ProcessRef, deadline: float) -> None:
-    while not (control_dir / DETACHED_FILE).exists():
-        await _pause(control_dir, process, deadline)
-
-
-async def wait_ready(
-    control_dir: Path, process: ProcessRef, incarnation: Incarnation, deadline: float
-) -> None:
-    """Return once that engine answers on its socket. Raises EngineGone if it ended, EngineError if
-    it is not ready by `deadline` (a time of the event loop)."""
-    client = RpcClient(control_dir / SOCKET_FILE)
-    try:
-        while not await _answers(client, control_dir, incarnation):
-            await _pause(control_dir, process, deadline)
-    finally:
-        await client.close()
-
-
-async def _answers(client: RpcClient, control_dir: Path, incarnation: Incarnation) -> bool:
-    if not (control_dir / SOCKET_FILE).exists():
-        return False
-    try:
-        status = await client.call("status", {}, timeout_s=_STATUS_TIMEOUT_S)
-    except EngineGone:
-        return False
-    return bool(status["incarnation"] == incarnation)
-
-
-async def _pause(control_dir: Path, process: ProcessRef, deadline: float) -> None:
-    if not alive(process):
-        raise EngineGone(f"the engine ended before it was ready: {log_tail(control_dir)}")
-    if asyncio.get_running_loop().time() > deadline:
-        raise EngineError(f"the engine was not ready in time: {log_tail(control_dir)}")
-    await asyncio.sleep(_POLL_S)
+async def end_process(process: ProcessRef) -> None:
+    """It is gone. Raises EngineError if the kernel can't end it."""
+    await asyncio.to_thread(kill_and_wait, process, timeout_s=_KILL_TIMEOUT_S)
 
 
 async def _not_lost(starting: Coroutine[Any, Any, RunningImage]) -> RunningImage:
@@ -240,33 +211,14 @@ async def _not_lost(starting: Coroutine[Any, Any, RunningImage]) -> RunningImage
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await _end((await task).process)
+        await end_process((await task).process)
         raise
 
 
-async def _end(process: ProcessRef) -> None:
-    await asyncio.to_thread(kill_and_wait, process, timeout_s=_KILL_TIMEOUT_S)
-
-
-def boot_command(config: DeploymentConfig, slot: int, engine_argv: EngineArgv) -> Command:
-    """How an engine of `slot` is booted; the same for a cold start and for an image."""
-    return Command(
-        argv=tuple(engine_argv(config, slot)),
-        environment=engine_environment(),
-        log_path=config.control_dir(slot) / BOOT_LOG,
-    )
-
-
-def log_tail(control_dir: Path) -> str:
-    """The last line or two that an engine wrote, on one line."""
-    for name in (ENGINE_LOG, BOOT_LOG):
-        path = control_dir / name
-        if path.exists() and path.stat().st_size:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
-                lines = file.read().decode(errors="replace").strip().splitlines()
-            return " | ".join(lines[-2:])
-    return "it wrote no log"
+def _why(failure: Exception) -> Why:
+    if isinstance(failure, GpuMemoryShort):
+        return Why.NO_MEMORY
+    return Why.UNUSABLE if isinstance(failure, ResourceMissing) else Why.FAILED
 
 
 def _failpoints() -> dict[str, str]:

@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from dynamo_elastic.agent.images import bounds, create_images, open_images
+from dynamo_elastic.agent.images import bounds
+from dynamo_elastic.agent.open_images import create_images, open_images
 from dynamo_elastic.agent.rehearse import rehearse
 from dynamo_elastic.cli.images import print_images, print_json, print_manifest, summary
 from dynamo_elastic.config import DeploymentConfig, SnapshotConfig, load_config

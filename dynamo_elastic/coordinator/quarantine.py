@@ -17,14 +17,14 @@ JUDGED = frozenset({Step.RESTORE, Step.CHECK, Step.CANARY})
 """A joiner that fails one of these may owe it to its slot or its image."""
 
 _IMAGE = "/image"
-_COLD = "cold"
+_FROM_IMAGE = "image"
 
 Strikes = Mapping[str, Strike]
 
 
 def struck(record: OperationRecord, worker: WorkerId, why: str, now_s: float) -> dict[str, Strike]:
     """The strikes of `record`, with one more against what brought the engine of `worker` up."""
-    suspect = worker if _tier(record, worker) in ("", _COLD) else worker + _IMAGE
+    suspect = worker + _IMAGE if _tier(record, worker) == _FROM_IMAGE else worker
     before = record.strikes.get(suspect)
     strike = Strike((before.count if before else 0) + 1, why, now_s)
     return {**record.strikes, suspect: strike}

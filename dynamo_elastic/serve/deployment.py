@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from dynamo_elastic.agent.client import AgentClient
-from dynamo_elastic.agent.images import create_images, missing_slots
+from dynamo_elastic.agent.open_images import create_images, missing_slots
 from dynamo_elastic.config import DeploymentConfig, engine_shape
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.records import Keys, OperationRecord, decode

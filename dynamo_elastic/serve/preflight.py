@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dynamo_elastic.agent.images import open_images
+from dynamo_elastic.agent.open_images import open_images
 from dynamo_elastic.config import DeploymentConfig, engine_shape
 from dynamo_elastic.engine.shape import read_shape
 from dynamo_elastic.errors import ConfigError, ElasticError

@@ -44,7 +44,9 @@ class SimulatedAgent(FakeAgent):
     """An agent whose calls suffer what the calling process suffers."""
 
     def __init__(self, slots: int, deployment: SimulatedDeployment) -> None:
-        super().__init__(slots, deployment.boot_engine, dict.fromkeys(range(slots), "image"))
+        super().__init__(
+            slots, deployment.boot_engine, dict.fromkeys(range(slots), "image"), parks=True
+        )
         self._deployment = deployment
 
     async def start_engine(
@@ -77,6 +79,20 @@ class SimulatedAgent(FakeAgent):
                 engine.die()
 
         await self._suffer("agent.stop_engine", slot, work)
+
+    async def park_engine(self, slot: int, incarnation: Incarnation, *, timeout_s: float) -> str:
+        park = super().park_engine
+
+        async def work() -> str:
+            reason = await park(slot, incarnation, timeout_s=timeout_s)
+            # Whoever comes out of the slot next is another engine for its peers.
+            engine = self._deployment.fabric.engines.get(incarnation)
+            if engine is not None:
+                engine.die()
+            return reason
+
+        parked: Any = await self._suffer("agent.park_engine", slot, work)
+        return parked  # type: ignore[no-any-return]
 
     async def slots(self) -> tuple[SlotStatus, ...]:
         return tuple(self._status(slot) for slot in range(self._slots))

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from dynamo_elastic.agent.images import NoImages
+from dynamo_elastic.agent.image_source import NoImages
 from dynamo_elastic.agent.main import serve
 from dynamo_elastic.testing.deployments import deployment, standin_argv
 

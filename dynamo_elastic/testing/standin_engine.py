@@ -1,9 +1,11 @@
 """A process that keeps the life contract of an engine (engine/base.py) and serves nothing.
 
 `python standin_engine.py CONTROL_DIR [--mb N] [--torch] [FLAG]`
-Boots detached, writes detached.json, waits for attach.json, then answers `status` and `work`.
-Flags plant faults: --socket and --child what an image must not hold, --crash and --hang before it
-is ready, --mute after it is attached.
+Boots detached, writes detached.json, waits for attach.json, then answers `status` and `work`, until
+it is told to `detach` and begins again. Flags plant faults: --socket and --child what an image must
+not hold, --crash and --hang before it is ready, --mute after it is attached, --clingy does not
+detach, --once does not come back from that. With --jit it fills the compilers' caches, and with
+--stale-cache too it does not boot from them.
 """
 
 from __future__ import annotations
@@ -88,18 +90,44 @@ async def _serve(control: Path, attach: dict[str, Any], state: Any, args: Any) -
             "environment": attach["environment"],
         }
 
-    server = RpcServer(
-        control / "engine.sock", {"status": status, "work": work, "identity": identity}
-    )
+    over = asyncio.Event()
+
+    async def detach(_: dict[str, Any]) -> None:
+        if not args.clingy:
+            over.set()
+
+    calls = {"status": status, "work": work, "identity": identity, "detach": detach}
+    server = RpcServer(control / "engine.sock", calls)
     await server.start()
-    await asyncio.Event().wait()
+    await over.wait()
+    await server.close()
+
+
+def _write_report(control: Path, report: dict[str, Any]) -> None:
+    partial = control / "detached.tmp"
+    partial.write_text(json.dumps(report))
+    partial.rename(control / "detached.json")
+
+
+def _compile(args: argparse.Namespace) -> bool:
+    """Leave a kernel in the JIT cache; True if one was there."""
+    directory = os.environ.get("TRITON_CACHE_DIR")
+    if directory is None or not args.jit:
+        return False
+    kernel = Path(directory) / "kernel"
+    found = kernel.exists()
+    if found and args.stale_cache:
+        sys.exit("planted crash: the cache is stale")
+    kernel.write_text("compiled")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("control", type=Path)
     parser.add_argument("--mb", type=int, default=8)
-    for flag in ("--torch", "--socket", "--child", "--hang", "--crash", "--mute"):
+    flags = ("--torch", "--socket", "--child", "--hang", "--crash", "--mute")
+    for flag in (*flags, "--clingy", "--once", "--jit", "--stale-cache"):
         parser.add_argument(flag, action="store_true")
     args = parser.parse_args()
     if args.crash:
@@ -111,24 +139,25 @@ def main() -> None:
     state = _warm(args.mb, args.torch)
     planted = _plant(args)
     drawn = standin_state.warm()
-    if not args.hang:
-        ready = args.control / "detached.json"
-        partial = ready.with_suffix(".tmp")
-        report = {"probe": _work(state, args.torch), "planted": str(planted), "draws": drawn}
-        report["facts"] = standin_state.facts()
-        partial.write_text(json.dumps(report))
-        partial.rename(ready)
-    attach_file = args.control / "attach.json"
-    while not attach_file.exists():
-        time.sleep(_POLL_S)
-    attach = json.loads(attach_file.read_text())
-    attach_file.unlink()
-    standin_state.take_identity(Attach(**attach))
-    sys.stdout.write(f"attached as {attach['incarnation']}\n")
-    sys.stdout.flush()
-    if args.mute:
-        time.sleep(600)
-    asyncio.run(_serve(args.control, attach, state, args))
+    report: dict[str, Any] = {"planted": str(planted), "draws": drawn}
+    report["probe"] = _work(state, args.torch)
+    report |= {"facts": standin_state.facts(), "found_cache": _compile(args)}
+    lives = 0
+    while True:
+        if not args.hang:
+            _write_report(args.control, report)
+        attach_file = args.control / "attach.json"
+        while not attach_file.exists():
+            time.sleep(_POLL_S)
+        attach = json.loads(attach_file.read_text())
+        attach_file.unlink()
+        standin_state.take_identity(Attach(**attach))
+        sys.stdout.write(f"attached as {attach['incarnation']}\n")
+        sys.stdout.flush()
+        lives += 1
+        if args.mute or (args.once and lives > 1):
+            time.sleep(600)
+        asyncio.run(_serve(args.control, attach, state, args))
 
 
 if __name__ == "__main__":

@@ -59,15 +59,25 @@ class EngineSlot:
             self._reading = asyncio.ensure_future(self._read(self.engine, started))
         return started
 
-    async def end(self) -> None:
-        """No engine is in the slot, an earlier shell's neither. Idempotent; raises EngineError."""
+    async def end(self, *, park_s: float = 0.0) -> str:
+        """No engine serves in the slot, an earlier shell's neither. With `park_s` seconds for it,
+        the agent is asked to park it; returns '' if it did, else why it was ended. Idempotent;
+        raises EngineError."""
+        reason = ""
         await self.close()
         if self._starting is not None:
             await asyncio.gather(asyncio.shield(self._starting), return_exceptions=True)
             self._starting = None
         for slot in await self._parts.agent.slots():
-            if slot.slot == self._parts.slot and slot.incarnation:
+            if slot.slot != self._parts.slot or not slot.incarnation:
+                continue
+            if park_s:
+                reason = await self._parts.agent.park_engine(
+                    slot.slot, slot.incarnation, timeout_s=park_s
+                )
+            else:
                 await self._parts.agent.stop_engine(slot.slot, slot.incarnation)
+        return reason
 
     async def close(self) -> None:
         """Let go of the engine, which lives on. Idempotent."""

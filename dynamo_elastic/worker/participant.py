@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from dynamo_elastic.agent.base import StartedEngine, Tier
+from dynamo_elastic.agent.base import BOOTED, StartedEngine, Tier
 from dynamo_elastic.coordinator.records import (
     CommandRecord,
     EndpointRecord,
@@ -49,6 +49,9 @@ _REFRESH_TIMEOUT_S = 10.0
 
 _SWITCH_SHARE = 0.8
 """Of a step's time, what is waited for others: who has not switched then says so in the rest."""
+
+_PARK_SHARE = 0.7
+"""Of a step's time, what parking may take: the rest is for ending what could not be parked."""
 
 _TOPOLOGY = TypeAdapter(Topology)
 _MOVES = TypeAdapter(tuple[ExpertMove, ...])
@@ -114,7 +117,7 @@ class Participant:
         if self._slot.holds_other(command.operation_id):
             await self._release()
         await self._presence.move(MemberState.JOINING)
-        tiers = (Tier.COLD,) if command.payload.get("cold") else tuple(Tier)
+        tiers = BOOTED if command.payload.get("cold") else tuple(Tier)
         started = await self._slot.start(
             command.operation_id, command.epoch, tiers=tiers, timeout_s=command.deadline_s
         )
@@ -218,9 +221,11 @@ class Participant:
         return {}
 
     async def park(self, command: CommandRecord) -> Payload:
-        """The GPU is free; this shell is on standby."""
-        await self._release()
-        return {}
+        """The GPU is free; this shell is on standby. An engine that left as it should is parked,
+        one that was lost or put out is ended."""
+        left = self._leaves()
+        reason = await self._release(park_s=command.deadline_s * _PARK_SHARE if left else 0.0)
+        return {"parked": left and not reason, "not_parked": reason}
 
     async def abort(self, command: CommandRecord) -> Payload:
         """Everything is as before the operation. Idempotent, whatever the operation had done."""
@@ -397,13 +402,15 @@ class Participant:
                 value_or_none = (await anext(events)).value
                 values = [] if value_or_none is None else [value_or_none]
 
-    async def _release(self) -> None:
-        """No instance, no engine, on standby. Waits for a start under way, to end it as well."""
+    async def _release(self, *, park_s: float = 0.0) -> str:
+        """No instance, no engine, on standby. Waits for a start under way, to end it as well. With
+        `park_s` seconds for it the engine is parked; returns why it was not."""
         await self.suspend()
-        await self._slot.end()
+        reason = await self._slot.end(park_s=park_s)
         self._seated = self._frozen = False
         await self._presence.drop_endpoint()
         await self._presence.move(MemberState.STANDBY)
+        return reason
 
     async def _read(self, engine: Engine, started: StartedEngine) -> None:
         """Hand out the engine's outputs; when it is gone, say so and send its requests on."""

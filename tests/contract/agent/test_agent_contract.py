@@ -13,7 +13,7 @@ import pytest
 
 from dynamo_elastic.agent.base import Agent, StartedEngine, Tier
 from dynamo_elastic.agent.client import AgentClient
-from dynamo_elastic.agent.images import NoImages
+from dynamo_elastic.agent.image_source import NoImages
 from dynamo_elastic.agent.server import AgentServer
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.testing.agent import FakeAgent

@@ -19,7 +19,9 @@ import pytest
 from dynamo_elastic.agent.base import StartedEngine, Tier
 from dynamo_elastic.agent.client import AgentClient
 from dynamo_elastic.agent.host import close_host, open_host
-from dynamo_elastic.agent.images import Images, NoImages, images_or_reason
+from dynamo_elastic.agent.image_source import NoImages
+from dynamo_elastic.agent.images import Images
+from dynamo_elastic.agent.open_images import images_or_reason
 from dynamo_elastic.agent.server import AgentServer
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.errors import EngineError
@@ -94,7 +96,7 @@ async def test_cold_engine_lives_and_dies_with_its_lease(config: DeploymentConfi
         engine = await start(client)
         assert engine.tier is Tier.COLD
         assert engine.incarnation.startswith("slot0-")
-        assert [line.split(":")[0] for line in engine.fell_through] == ["parked", "image"]
+        assert [line.split(":")[0] for line in engine.fell_through] == ["parked", "image", "cached"]
         assert (await ask(engine, "status"))["incarnation"] == engine.incarnation
         assert await start(client) == engine
         with pytest.raises(EngineError, match="stop it first"):

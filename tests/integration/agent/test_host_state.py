@@ -17,7 +17,8 @@ from dynamo_elastic.agent import server as server_module
 from dynamo_elastic.agent.base import StartedEngine, Tier
 from dynamo_elastic.agent.client import AgentClient
 from dynamo_elastic.agent.host import NAMESPACE_FILE, close_host, open_host
-from dynamo_elastic.agent.images import Images, NoImages
+from dynamo_elastic.agent.image_source import NoImages
+from dynamo_elastic.agent.images import Images
 from dynamo_elastic.agent.server import AgentServer
 from dynamo_elastic.cli.main import main
 from dynamo_elastic.config import DeploymentConfig

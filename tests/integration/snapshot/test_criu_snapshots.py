@@ -61,7 +61,7 @@ def test_image_is_made_and_runs(config: DeploymentConfig) -> None:
     assert manifest.pages_bytes > 50 << 20
     assert manifest.engine["probe"]
     assert images.newest(1) == manifest.image_id
-    assert "no image of slot 0" in images.obstacle(0)
+    assert "no image of slot 0" in str(images.obstacle(0))
     for _ in range(2):
         timings = asyncio.run(rehearse(images, manifest, timeout_s=30))
         assert timings["ready"] < 30
@@ -86,7 +86,7 @@ def test_image_of_another_model_is_not_run(config: DeploymentConfig) -> None:
     images = open_images(config)
     manifest = images.create(0)
     (config.model.path / "config.json").write_text("{}")
-    assert "model" in images.obstacle(0)
+    assert "model" in str(images.obstacle(0))
     with pytest.raises(SnapshotMismatch, match="model"):
         asyncio.run(rehearse(images, manifest, timeout_s=30))
 

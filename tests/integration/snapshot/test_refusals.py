@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_elastic.agent.host import engine_environment
+from dynamo_elastic.agent.boot import engine_environment
 from dynamo_elastic.errors import NotQuiescent
 from dynamo_elastic.snapshot.base import Command
 from dynamo_elastic.snapshot.inspect_process import Allowed, check_quiescent

@@ -6,21 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_elastic.agent.base import Tier
-from dynamo_elastic.agent.ladder import choose, fell
+from dynamo_elastic.agent.ladder import Fall, Obstacle, Why, choose
 
 TIERS = st.sampled_from(list(Tier))
+OBSTACLES = st.builds(Obstacle, st.sampled_from(list(Why)), st.text())
 
 
-def test_host_without_a_gpu() -> None:
-    ladder = choose(list(Tier), {Tier.PARKED: "no GPU"})
-    assert ladder.rungs == (Tier.IMAGE, Tier.COLD)
-    assert ladder.skipped == ("parked: no GPU",)
+def test_host_with_nothing_parked() -> None:
+    ladder = choose(list(Tier), {Tier.PARKED: Obstacle(Why.ABSENT, "none is parked")})
+    assert ladder.rungs == (Tier.IMAGE, Tier.CACHED, Tier.COLD)
+    assert [str(fall) for fall in ladder.falls] == ["parked: none is parked"]
 
 
-@given(st.lists(TIERS, unique=True), st.dictionaries(TIERS, st.just("why")))
+@given(st.lists(TIERS, unique=True), st.dictionaries(TIERS, OBSTACLES))
 def test_every_wanted_tier_is_a_rung_or_has_a_reason(
-    wanted: list[Tier], obstacles: dict[Tier, str]
+    wanted: list[Tier], obstacles: dict[Tier, Obstacle]
 ) -> None:
     ladder = choose(wanted, obstacles)
     assert list(ladder.rungs) == [t for t in Tier if t in wanted and t not in obstacles]
-    assert set(ladder.skipped) == {fell(t, "why") for t in wanted if t in obstacles}
+    assert set(ladder.falls) == {Fall(t, obstacles[t]) for t in wanted if t in obstacles}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_elastic.agent.base import Tier
-from dynamo_elastic.agent.host import engine_environment, shapes_engine
+from dynamo_elastic.agent.base import Lease, Tier
+from dynamo_elastic.agent.boot import engine_environment, shapes_engine
 from dynamo_elastic.agent.records import (
     ENGINE_FILE,
     EngineRecord,
@@ -18,15 +18,16 @@ from dynamo_elastic.agent.records import (
 )
 from dynamo_elastic.engine.base import ATTACH_FILE, Attach
 from dynamo_elastic.snapshot.process import ProcessRef
-from dynamo_elastic.types import Incarnation, OperationId, WorkerId
+from dynamo_elastic.testing.snapshots import FINGERPRINT
+from dynamo_elastic.types import Epoch, Incarnation, OperationId, WorkerId
 
 RECORD = EngineRecord(
     slot=1,
-    worker_id=WorkerId("slot1"),
-    operation_id=OperationId("op"),
+    lease=Lease(OperationId("op"), WorkerId("slot1"), Epoch(3)),
     incarnation=Incarnation("slot1-abcd"),
     tier=Tier.IMAGE,
     process=ProcessRef(123, 456),
+    fingerprint=FINGERPRINT,
     fell_through=("parked: none",),
 )
 
@@ -55,7 +56,7 @@ def test_clear_leaves_no_trace_of_an_engine(tmp_path: Path) -> None:
     control_dir = tmp_path / "slot"
     clear(control_dir)
     write_record(control_dir, RECORD)
-    write_attach(control_dir, Attach(RECORD.incarnation, RECORD.worker_id, 1, "log"))
+    write_attach(control_dir, Attach(RECORD.incarnation, RECORD.lease.worker_id, 1, "log"))
     assert (control_dir / ATTACH_FILE).exists()
     clear(control_dir)
     assert list(control_dir.iterdir()) == []

@@ -1,0 +1,67 @@
+"""Parking one engine: it gives up its identity, then its GPU; coming back is the other way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from dynamo_elastic.agent.ready import wait_detached
+from dynamo_elastic.agent.records import EngineRecord, ParkedRecord, write_parked, write_record
+from dynamo_elastic.engine.base import DETACHED_FILE, SOCKET_FILE
+from dynamo_elastic.errors import EngineGone
+from dynamo_elastic.failpoints import failpoint
+from dynamo_elastic.ipc import RpcClient
+from dynamo_elastic.snapshot.gpu import Gpu
+from dynamo_elastic.snapshot.park import park, unpark
+from dynamo_elastic.snapshot.process import alive, memory_of
+
+_MARGIN_S = 2.0
+"""What is kept of the time for the engine to let go of its GPU."""
+
+
+async def park_engine(
+    record: EngineRecord, control_dir: Path, gpu: Gpu, *, timeout_s: float
+) -> ParkedRecord:
+    """The engine is parked, and recorded so. Raises EngineError or SnapshotError: it is in no state
+    to go on, and the caller ends it.
+
+    If we die meanwhile, our successor finds no engine that it may adopt, and ends it.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    write_record(control_dir, record.leaving())
+    (control_dir / DETACHED_FILE).unlink(missing_ok=True)
+    await _detach(control_dir / SOCKET_FILE, timeout_s=timeout_s - _MARGIN_S)
+    failpoint("agent.engine_detached")
+    await wait_detached(control_dir, record.process, deadline)
+    left_s = deadline - asyncio.get_running_loop().time()
+    report = await asyncio.to_thread(
+        park, record.process, gpu.driver, gpu.inventory, timeout_s=left_s
+    )
+    if not alive(record.process):
+        raise EngineGone("the engine ended when it was parked")
+    parked = ParkedRecord(
+        slot=record.slot,
+        report=report,
+        fingerprint=record.fingerprint,
+        image_id=record.image_id,
+        parked_at_s=time.time(),
+        host_bytes=report.host_bytes or memory_of((record.process,)).total_bytes,
+    )
+    write_parked(control_dir, parked)
+    failpoint("agent.engine_parked")
+    return parked
+
+
+async def unpark_engine(parked: ParkedRecord, gpu: Gpu, *, timeout_s: float) -> None:
+    """It has its GPU again, and polls for an identity. Tried once: whatever this raises, the
+    process is of no use any more."""
+    await asyncio.to_thread(unpark, parked.report, gpu.driver, gpu.inventory, timeout_s=timeout_s)
+
+
+async def _detach(socket_path: Path, *, timeout_s: float) -> None:
+    engine = RpcClient(socket_path)
+    try:
+        await engine.call("detach", {}, timeout_s=timeout_s)
+    finally:
+        await engine.close()

@@ -1,0 +1,284 @@
+"""All slots of a host: starts, parks, evicts and ends what is in them, one act at a time a slot."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+
+from dynamo_elastic.agent.base import SlotState, SlotStatus, StartedEngine, Tier
+from dynamo_elastic.agent.boot import Boots
+from dynamo_elastic.agent.drain import Drain
+from dynamo_elastic.agent.image_source import ImageSource
+from dynamo_elastic.agent.ladder import Obstacle, Why
+from dynamo_elastic.agent.parking import park_engine
+from dynamo_elastic.agent.pool import Eviction, PoolBounds, Pooled, evictions
+from dynamo_elastic.agent.records import EngineRecord, ParkedRecord, clear
+from dynamo_elastic.agent.slot import Slot
+from dynamo_elastic.agent.start import Starter, StartRequest, end_process
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.errors import ElasticError, EngineError
+from dynamo_elastic.metrics import Metrics
+from dynamo_elastic.snapshot.fingerprint import mismatches
+from dynamo_elastic.snapshot.gpu import Gpu
+from dynamo_elastic.snapshot.process import alive
+from dynamo_elastic.types import Incarnation
+
+DISABLED = "parking is off (snapshot.parked.enabled)"
+_NONE_PARKED = Obstacle(Why.ABSENT, "no engine is parked in the slot")
+_log = logging.getLogger(__name__)
+
+
+class Slots:
+    """The slots of one deployment on this host. A slot has at most one engine, serving or parked,
+    and at most one start under way."""
+
+    def __init__(
+        self,
+        config: DeploymentConfig,
+        images: ImageSource,
+        boots: Boots,
+        starter: Starter,
+        gpu: Gpu,
+        drain: Drain,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._images = images
+        self._boots = boots
+        self._starter = starter
+        self._gpu = gpu
+        self._drain = drain
+        self._metrics = metrics
+        self._slots = [Slot(number) for number in range(config.scale.max_ranks)]
+
+    def adopt(self, found: Mapping[int, EngineRecord | ParkedRecord]) -> None:
+        """Go on with what an earlier agent left, by slot."""
+        for number, record in found.items():
+            slot = self._slots[number]
+            slot.adopt(record)
+            self._watch(slot)
+        self._gauge()
+
+    async def start(self, request: StartRequest) -> StartedEngine:
+        """See agent.base.Agent.start_engine."""
+        slot = self._slot(request.slot)
+        slot.check(request.lease)
+        if slot.engine is not None and not alive(slot.engine.process):
+            self._ended(slot)
+        elif slot.engine is not None and slot.lease == request.lease:
+            return slot.engine.started(self._config.control_dir(slot.number))
+        if slot.starting is None:
+            self._drain.check()
+            slot.claim(request.lease)
+            slot.starting = asyncio.create_task(self._start(slot, request))
+        # Shielded: a caller that goes away and asks again finds the same start.
+        record = await asyncio.shield(slot.starting)
+        return record.started(self._config.control_dir(slot.number))
+
+    async def stop(self, number: int, incarnation: Incarnation) -> None:
+        """See agent.base.Agent.stop_engine. A start under way has no incarnation yet and is left
+        alone."""
+        slot = self._slot(number)
+        if not _holds(slot, incarnation):
+            return
+        async with slot.lock:
+            if _holds(slot, incarnation):
+                await self._end(slot)
+
+    async def park(self, number: int, incarnation: Incarnation, *, timeout_s: float) -> str:
+        """See agent.base.Agent.park_engine."""
+        slot = self._slot(number)
+        if not _holds(slot, incarnation):
+            return ""
+        async with slot.lock:
+            if not _holds(slot, incarnation):
+                return ""
+            reason = await self._park(slot, timeout_s)
+        self._metrics.parks.labels("failed" if reason else "ok").inc()
+        await self.keep_bounds()
+        return reason
+
+    async def evict(self, number: int, why: Eviction) -> bool:
+        """End the engine that is parked in the slot; False if none is."""
+        slot = self._slot(number)
+        async with slot.lock:
+            if slot.state is not SlotState.PARKED:
+                return False
+            await self._end(slot)
+        self._count_eviction(number, why)
+        return True
+
+    async def evict_all(self, why: Eviction) -> tuple[int, ...]:
+        """End every parked engine; the slots that had one."""
+        return tuple([s.number for s in self._slots if await self.evict(s.number, why)])
+
+    async def keep_bounds(self) -> None:
+        """Evict what is parked for too long or too much."""
+        settings = self._config.snapshot.parked
+        bounds = PoolBounds(settings.max_count, settings.max_bytes, settings.ttl_s)
+        pooled = [
+            Pooled(slot.number, slot.parked.parked_at_s, slot.parked.host_bytes)
+            for slot in self._slots
+            if slot.parked is not None
+        ]
+        for number, why in evictions(pooled, bounds, time.time()).items():
+            await self.evict(number, why)
+
+    async def cancel_starts(self) -> None:
+        """Undo every start under way."""
+        tasks = [slot.starting for slot in self._slots if slot.starting is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def end_all(self) -> None:
+        """No process is left in any slot."""
+        await self.cancel_starts()
+        for slot in self._slots:
+            async with slot.lock:
+                if slot.state in (SlotState.SERVING, SlotState.PARKED):
+                    await self._end(slot)
+
+    def release(self) -> None:
+        """Look after the slots no longer; what is in them lives on."""
+        for slot in self._slots:
+            slot.unwatch()
+            self._images.release(slot.number)
+
+    @property
+    def serving(self) -> tuple[int, ...]:
+        return tuple(slot.number for slot in self._slots if slot.engine is not None)
+
+    def status(self) -> tuple[SlotStatus, ...]:
+        """Of every slot. Looks at images: not for the event loop's thread."""
+        now_s = time.time()
+        return tuple(s.status(self._images.newest(s.number), now_s) for s in self._slots)
+
+    def _slot(self, number: int) -> Slot:
+        if not 0 <= number < len(self._slots):
+            raise EngineError(f"slot {number}: this host has 0-{len(self._slots) - 1}")
+        return self._slots[number]
+
+    async def _start(self, slot: Slot, request: StartRequest) -> EngineRecord:
+        try:
+            async with slot.lock:
+                parked = await self._take_parked(slot, request.tiers)
+                slot.move(SlotState.STARTING)
+                slot.parked = None
+                try:
+                    record = await self._starter.start(request, parked)
+                except BaseException:
+                    slot.free()
+                    raise
+                slot.move(SlotState.SERVING)
+                slot.engine = record
+                self._watch(slot)
+                return record
+        except BaseException:
+            slot.lease = None
+            raise
+        finally:
+            slot.starting = None
+            self._gauge()
+
+    async def _take_parked(self, slot: Slot, wanted: tuple[Tier, ...]) -> ParkedRecord | Obstacle:
+        """The engine parked in the slot, if it may be used; else it is ended, and why."""
+        parked = slot.parked
+        if parked is None:
+            off = not self._config.snapshot.parked.enabled
+            return Obstacle(Why.DISABLED, DISABLED) if off else _NONE_PARKED
+        if Tier.PARKED not in wanted:
+            await self._end(slot)
+            self._count_eviction(slot.number, Eviction.UNWANTED)
+            return _NONE_PARKED
+        misfit = await asyncio.to_thread(self.misfit, parked)
+        if misfit:
+            await self._end(slot)
+            self._count_eviction(slot.number, Eviction.MISFIT)
+            return Obstacle(Why.MISFIT, misfit)
+        slot.unwatch()
+        return parked
+
+    def misfit(self, parked: ParkedRecord) -> str:
+        """How the world of a parked engine differs from today's; '' if it does not."""
+        here = self._boots.fingerprint(parked.slot)
+        differences = mismatches(parked.fingerprint, here)
+        return f"the parked engine does not fit: {'; '.join(differences)}" if differences else ""
+
+    async def _park(self, slot: Slot, timeout_s: float) -> str:
+        record = slot.engine
+        if record is None:
+            return ""
+        refusal = self._refusal()
+        if refusal:
+            await self._end(slot)
+            return refusal
+        slot.move(SlotState.PARKING)
+        slot.unwatch()
+        control_dir = self._config.control_dir(slot.number)
+        try:
+            slot.parked = await park_engine(record, control_dir, self._gpu, timeout_s=timeout_s)
+        except (ElasticError, OSError) as exc:
+            _log.warning("slot %d: the engine could not be parked: %s", slot.number, exc)
+            await self._finish(slot, record)
+            return str(exc)
+        slot.move(SlotState.PARKED)
+        slot.engine = slot.lease = None
+        self._watch(slot)
+        self._gauge()
+        return ""
+
+    def _refusal(self) -> str:
+        """Why nothing is parked now; '' if it is."""
+        if not self._config.snapshot.parked.enabled:
+            return DISABLED
+        return f"this host drains ({self._drain.reason})" if self._drain.reason else ""
+
+    async def _end(self, slot: Slot) -> None:
+        """End what serves or is parked in the slot. The caller has the lock."""
+        record = slot.engine or slot.parked
+        if record is None:
+            return
+        slot.move(SlotState.ENDING)
+        await self._finish(slot, record)
+
+    async def _finish(self, slot: Slot, record: EngineRecord | ParkedRecord) -> None:
+        slot.unwatch()
+        await end_process(record.process)
+        self._forget(slot)
+
+    def _watch(self, slot: Slot) -> None:
+        record = slot.engine or slot.parked
+        if record is not None:
+            slot.watch(record.process, lambda: self._ended(slot))
+
+    def _ended(self, slot: Slot) -> None:
+        """The process in the slot is gone, and nobody here has ended it."""
+        _log.error("slot %d: the %s engine ended by itself", slot.number, slot.state.value)
+        slot.unwatch()
+        if slot.parked is not None:
+            self._count_eviction(slot.number, Eviction.DIED)
+        self._forget(slot)
+
+    def _forget(self, slot: Slot) -> None:
+        if slot.engine is not None:
+            slot.lease = None
+        slot.free()
+        clear(self._config.control_dir(slot.number))
+        self._images.release(slot.number)
+        self._gauge()
+
+    def _count_eviction(self, number: int, why: Eviction) -> None:
+        _log.info("slot %d: parked engine evicted: %s", number, why.value)
+        self._metrics.evictions.labels(why).inc()
+
+    def _gauge(self) -> None:
+        parked = [slot.parked for slot in self._slots if slot.parked is not None]
+        self._metrics.parked_engines.set(len(parked))
+        self._metrics.parked_bytes.set(sum(p.host_bytes for p in parked))
+
+
+def _holds(slot: Slot, incarnation: Incarnation) -> bool:
+    return slot.engine is not None and slot.engine.incarnation == incarnation
