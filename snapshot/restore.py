@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,6 @@ from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.snapshot.base import (
     BOOT_LOG,
     RESTORE_MOVES,
-    CudaState,
     Imager,
     Namespace,
     Notify,
@@ -70,10 +71,11 @@ def restore_snapshot(
             directory = catalog.verify(manifest)
             track.to(RestorePhase.RESTORE)
             process = _restore(manifest, directory, imager, namespace, timeout_s)
-        track.to(RestorePhase.THAW)
-        _thaw(manifest, process, gpu, deadline - time.monotonic())
-        catalog.touch(manifest.image_id)
-        track.to(RestorePhase.DONE)
+        with _ended_on_failure(process):
+            track.to(RestorePhase.THAW)
+            _thaw(manifest, process, gpu, deadline - time.monotonic())
+            catalog.touch(manifest.image_id)
+            track.to(RestorePhase.DONE)
     except BaseException:
         track.to(RestorePhase.FAILED)
         raise
@@ -96,22 +98,27 @@ def _restore(
         return imager.restore(directory, namespace, work_dir=work_dir, timeout_s=timeout_s)
 
 
-def _thaw(manifest: Manifest, process: ProcessRef, gpu: Gpu, timeout_s: float) -> None:
-    """Its CUDA processes are back on their GPUs, or all of it is gone."""
-    if manifest.gpu.processes == 0:
-        return
-    failpoint("restore.before_thaw")
+@contextmanager
+def _ended_on_failure(process: ProcessRef) -> Iterator[None]:
     try:
-        holders = cuda_processes(process, gpu.driver)
-        if len(holders) != manifest.gpu.processes:
-            states = {holder.pid: CudaState.CHECKPOINTED for holder in holders}
-            raise ProcessesLost(
-                states or {process.pid: "unknown"},
-                f"{manifest.gpu.processes} held CUDA when the image was made, "
-                f"{len(holders)} do after its restore",
-            )
-        thaw(holders, gpu.driver, timeout_s=timeout_s)
-        failpoint("restore.thawed")
+        yield
     except BaseException:
         kill_tree(process.pid, timeout_s=_KILL_TIMEOUT_S)
         raise
+
+
+def _thaw(manifest: Manifest, process: ProcessRef, gpu: Gpu, timeout_s: float) -> None:
+    """Its CUDA processes, if it has any, are back on their GPUs. Raises CudaError or ProcessesLost:
+    then not all of them are."""
+    wanted = manifest.gpu.processes
+    if wanted == 0:
+        return
+    failpoint("restore.before_thaw")
+    holders = cuda_processes(process, gpu.driver)
+    if len(holders) != wanted:
+        raise ProcessesLost(
+            {process.pid: "unknown"},
+            f"{wanted} held CUDA when the image was made, {len(holders)} do after its restore",
+        )
+    thaw(holders, gpu.driver, timeout_s=timeout_s)
+    failpoint("restore.thawed")

@@ -65,7 +65,8 @@ class FakeCudaProcess:
 class FakeGpuHost:
     """A CudaDriver and a GpuInventory over the same made-up processes, which tests put in and
     change in `processes`. A call that hangs is over at once: `kill` is called, and it is gone.
-    `lists_processes`: False of an NVML that tells nothing of processes, as in some containers."""
+    `lists_processes`: False of an NVML that tells nothing of processes, as in some containers.
+    `adopts`: a process of which it is true holds CUDA from the first look at it on."""
 
     def __init__(
         self,
@@ -73,10 +74,12 @@ class FakeGpuHost:
         *,
         kill: Callable[[int], None] = lambda _: None,
         lists_processes: bool = True,
+        adopts: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._gpus = tuple(fake_gpus() if gpus is None else gpus)
         self._kill = kill
         self.lists_processes = lists_processes
+        self._adopts = adopts
         self._lock = Lock()
         self.processes: dict[int, FakeCudaProcess] = {}
         self.calls: list[tuple[CudaOperation, int]] = []
@@ -91,6 +94,8 @@ class FakeGpuHost:
         return CudaCapabilities(version=13000, checkpoint=True, gpu_map=True, custom_storage=False)
 
     def holds_cuda(self, pid: int) -> bool:
+        if pid not in self.processes and self._adopts(pid):
+            self.start(pid)
         return pid in self.processes
 
     def state(self, pid: int) -> CudaState:

@@ -81,7 +81,7 @@ class GpuImager:
         self, process: ProcessRef, directory: Path, namespace: Namespace, *, timeout_s: float
     ) -> None:
         pids = tree_of(process.pid)
-        states = [self._host.processes.get(pid) for pid in pids]
+        states = [self._host.processes[p] if self._host.holds_cuda(p) else None for p in pids]
         if any(state and state.state is not CudaState.CHECKPOINTED for state in states):
             raise ImagerError(["fake", "dump"], 1, "can't dump /dev/nvidia0")
         self._inner.dump(process, directory, namespace, timeout_s=timeout_s)
