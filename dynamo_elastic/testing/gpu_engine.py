@@ -93,6 +93,7 @@ class GpuEngine:
             "probe": self.expected,
             "warm_s": self._warm_s,
             "torch": version("torch"),
+            "cuda": self.planted.report,
             "arena_bytes": self.work.weights_bytes,
             "graphs": self.work.graphs,
             "host_bytes": memory_bytes(),

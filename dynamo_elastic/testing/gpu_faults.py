@@ -2,54 +2,62 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from cuda.bindings import driver
 
-from dynamo_elastic.errors import ConfigError, DeviceMemoryError, ResourceMissing
+from dynamo_elastic.errors import DeviceMemoryError
+from dynamo_elastic.memory.arena import layout
+from dynamo_elastic.memory.cuda_vmm import CudaVmm
+from dynamo_elastic.memory.vmm import ImportedArena, VmmArena, close_chunks
 from dynamo_elastic.testing.gpu_settings import Fault
 
-ALLOW_MULTICAST = "DYNAMO_ELASTIC_TEST_MULTICAST"
-"""A multicast object that is lost can take all GPUs of an NVLink group out of service, also for
-others. Set to 1 only where the whole machine is yours."""
-
-_BYTES = 2 << 20
+_MANAGED_BYTES = 64 << 20
+_SHARED_BYTES = 2 << 20
+_CLEAN = {"multicast": 0, "ipc_imports": 0, "managed_bytes": 0}
 
 
-def plant(fault: Fault) -> Any:
-    """What has to be kept alive for `fault` to last. Raises ResourceMissing, ConfigError or
-    DeviceMemoryError."""
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """`report`: what the engine has to say of itself when it is ready. `kept`: what has to be kept
+    alive for the fault to last."""
+
+    report: dict[str, int] = field(default_factory=_CLEAN.copy)
+    kept: Any = None
+
+
+def plant(fault: Fault) -> Planted:
+    """Raises ResourceMissing or DeviceMemoryError."""
     return _PLANTS[fault]()
 
 
-def _managed() -> Any:
+def _managed() -> Planted:
     attach_global = driver.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL.value
-    return _check("cuMemAllocManaged", driver.cuMemAllocManaged(_BYTES, attach_global))
+    error, address = driver.cuMemAllocManaged(_MANAGED_BYTES, attach_global)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceMemoryError("cuMemAllocManaged", error.name)
+    return Planted(_CLEAN | {"managed_bytes": _MANAGED_BYTES}, address)
 
 
-def _multicast() -> Any:
-    if os.environ.get(ALLOW_MULTICAST) != "1":
-        raise ConfigError([f"{ALLOW_MULTICAST}: a multicast object can harm the host; see there"])
-    if torch.cuda.device_count() < 2:
-        raise ResourceMissing("a multicast object needs two GPUs", remedy="show the engine two")
-    properties = driver.CUmulticastObjectProp()
-    properties.numDevices = 2
-    posix = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    properties.handleTypes = posix.value
-    properties.size = _BYTES
-    return _check("cuMulticastCreate", driver.cuMulticastCreate(properties))
+def _multicast() -> Planted:
+    # Only said, not done: nothing can be seen of it from outside, so what the engine says is all
+    # there is to test; and a real one that is lost can take a whole NVLink group out of service.
+    return Planted(_CLEAN | {"multicast": 1})
 
 
-def _check(call: str, answer: tuple[Any, ...]) -> Any:
-    if answer[0] != driver.CUresult.CUDA_SUCCESS:
-        raise DeviceMemoryError(call, answer[0].name)
-    return answer[1]
+def _ipc_import() -> Planted:
+    vmm = CudaVmm()
+    shared = VmmArena(layout([("shared", _SHARED_BYTES)]), vmm)
+    chunks = shared.export_chunks()
+    imported = ImportedArena(chunks, vmm)
+    close_chunks(chunks)
+    return Planted(_CLEAN | {"ipc_imports": 1}, (shared, imported))
 
 
-def _nccl() -> Any:
+def _nccl() -> Planted:
     import torch.distributed as dist
 
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -58,19 +66,20 @@ def _nccl() -> Any:
     total = torch.ones(1, device="cuda")
     dist.all_reduce(total)
     torch.cuda.synchronize()
-    return total
+    return Planted(kept=total)
 
 
-def _nixl() -> Any:
+def _nixl() -> Planted:
     from dynamo_elastic.comm.nixl_agent import NixlAgent
 
-    return NixlAgent("planted")
+    return Planted(kept=NixlAgent("planted"))
 
 
-_PLANTS: dict[Fault, Callable[[], Any]] = {
-    Fault.NONE: lambda: None,
+_PLANTS: dict[Fault, Callable[[], Planted]] = {
+    Fault.NONE: Planted,
     Fault.MANAGED: _managed,
     Fault.MULTICAST: _multicast,
+    Fault.IPC_IMPORT: _ipc_import,
     Fault.NCCL: _nccl,
     Fault.NIXL: _nixl,
 }

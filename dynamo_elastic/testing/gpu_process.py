@@ -19,7 +19,7 @@ def main() -> None:
     settings = parse()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
-        from dynamo_elastic.engine.reference.boot import adopt_standard_files
+        from dynamo_elastic.engine.renew import adopt_standard_files
         from dynamo_elastic.testing.gpu_engine import run
 
         adopt_standard_files()

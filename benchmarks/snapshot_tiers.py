@@ -1,0 +1,122 @@
+"""One GPU: how long an engine takes to come back from each tier, and what the tiers cost.
+
+A restore lasts from the request to the agent until the engine answers: it has filled its weights
+anew and replayed all its CUDA graphs, and what they gave is what they gave before the snapshot.
+Run as root: `python benchmarks/snapshot_tiers.py`. 4 GB of weights, then 40 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+from pathlib import Path
+from typing import Any
+
+from gpu_report import SMALL, Report, inventory, run, used_bytes
+
+from dynamo_elastic.agent.base import Tier
+from dynamo_elastic.agent.open_images import open_images
+from dynamo_elastic.agent.rehearse import rehearse
+from dynamo_elastic.snapshot.base import GpuInventory
+from dynamo_elastic.snapshot.manifest import Manifest
+from dynamo_elastic.testing.deployments import deployment
+from dynamo_elastic.testing.gpu_agent import GpuAgent, Started, work_area
+from dynamo_elastic.testing.gpu_settings import gpu_argv
+
+DEADLINE_S = 440.0
+IMAGE_AREA_BYTES = 16 << 30
+CASES = {"": 4_000_000_000, "_40gb": 40_000_000_000}
+"""Ending of the metrics' names -> bytes of weights."""
+
+
+async def measure(report: Report, *, repeats: int, small: bool) -> None:
+    with work_area((2 << 30) if small else IMAGE_AREA_BYTES) as area:
+        for ending, weights_bytes in CASES.items():
+            sizes: dict[str, Any] = {"weights_bytes": weights_bytes}
+            if small:
+                sizes = SMALL | {"weights_bytes": weights_bytes // 100}
+            await one_size(report, area, ending, sizes, repeats)
+
+
+async def one_size(
+    report: Report, area: Path, ending: str, sizes: dict[str, Any], repeats: int
+) -> None:
+    """All tiers of an engine of these sizes."""
+    config = deployment(area, slots=1)
+    images = open_images(config, gpu_argv(**sizes))
+    gpus = inventory(sizes.get("device", "cuda"))
+    manifest = await asyncio.to_thread(images.create, 0)
+    costs(report, ending, manifest)
+    phases = await rehearse(images, manifest, timeout_s=60)
+    report.note(f"image_phases_s{ending}", phases)
+    idle_bytes = used_bytes(gpus)
+    async with GpuAgent(config, **sizes) as agent:
+        seconds: dict[Tier, list[float]] = {}
+        for tiers in ((Tier.COLD,), (Tier.CACHED, Tier.COLD), *[(Tier.IMAGE,)] * repeats):
+            started = await agent.start(0, *tiers)
+            seconds.setdefault(tiers[0], []).append(started.elapsed_s)
+            report.note(f"timings{ending}", (await agent.probe(started, host=True))["timings_s"])
+            await agent.end(started)
+        report.median(f"cold_s{ending}", seconds[Tier.COLD])
+        report.median(f"cold_cached_s{ending}", seconds[Tier.CACHED])
+        report.median(f"image_restore_s{ending}", seconds[Tier.IMAGE])
+        started = await agent.start(0, Tier.IMAGE)
+        await agent.probe(started, seed=99)
+        parked = []
+        for _ in range(repeats):
+            await agent.park(started)
+            started = await agent.start(0, Tier.PARKED)
+            parked.append(started.elapsed_s)
+            report.note(f"timings{ending}", (await agent.probe(started, host=True))["timings_s"])
+        report.median(f"parked_restore_s{ending}", parked)
+        await parked_costs(report, ending, agent, started, gpus, idle_bytes)
+
+
+def costs(report: Report, ending: str, manifest: Manifest) -> None:
+    """What the image is made of."""
+    host = manifest.engine["host_bytes"]
+    on_gpu = sum(manifest.gpu.device_bytes.values()) or manifest.engine["state_bytes"]
+    taken = manifest.timings_s
+    report.note(f"take_s{ending}", taken)
+    report.note(f"sizes{ending}", vars_of(manifest))
+    report.metric(f"dump_s{ending}", taken["freeze"] + taken["dump"] + taken["store"])
+    report.metric(f"image_bytes{ending}", manifest.size_bytes)
+    report.metric(f"host_rss_bytes{ending}", host["rss"])
+    report.metric(f"host_own_bytes{ending}", host["anon"] + host["shared"])
+    report.metric(f"cuda_state_bytes{ending}", on_gpu)
+    report.metric(f"image_ratio{ending}", manifest.size_bytes / (host["rss"] + on_gpu))
+    own_ratio = manifest.size_bytes / (host["anon"] + host["shared"] + on_gpu)
+    report.metric(f"image_ratio_own{ending}", own_ratio)
+    report.metric(f"graphs{ending}", manifest.engine["graphs"])
+
+
+def vars_of(manifest: Manifest) -> dict[str, Any]:
+    return {"sizes": str(manifest.sizes), "gpu": str(manifest.gpu), "engine": manifest.engine}
+
+
+async def parked_costs(
+    report: Report,
+    ending: str,
+    agent: GpuAgent,
+    started: Started,
+    gpus: GpuInventory,
+    idle_bytes: int,
+) -> None:
+    """What a parked engine still holds."""
+    running_bytes = gpus.used_bytes(started.engine.pid) or 0
+    await agent.park(started)
+    (slot,) = await agent.client.slots()
+    report.metric(f"gpu_bytes_running{ending}", running_bytes)
+    report.metric(f"gpu_bytes_parked{ending}", gpus.used_bytes(slot.pid) or 0)
+    report.metric(f"gpu_bytes_parked_over_idle{ending}", used_bytes(gpus) - idle_bytes)
+    report.metric(f"parked_host_bytes{ending}", slot.parked_bytes)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--small", action="store_true", help="try it out without a GPU")
+    given = parser.parse_args()
+    body = functools.partial(measure, repeats=given.repeats, small=given.small)
+    run("snapshot_tiers", body, deadline_s=DEADLINE_S)
