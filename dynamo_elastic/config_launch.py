@@ -43,11 +43,19 @@ REFUSED_VARIABLES: dict[str, str] = {
 }
 
 
-def launch_parser(module: str, what: str) -> argparse.ArgumentParser:
-    """Of `python -m dynamo_elastic.{module}`; the module adds what is its own."""
+_WHAT = {
+    "agent": "Snapshots, restores and starts the engines of one host.",
+    "coordinator": "Drives scale operations; any number may run, one leads.",
+    "worker": "The shell of one GPU slot: Dynamo instance and participant.",
+}
+PROCESSES = tuple(_WHAT)
+
+
+def launch_parser(process: str) -> argparse.ArgumentParser:
+    """Of `python -m dynamo_elastic.{process}`: what is no setting, and --help."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m dynamo_elastic.{module}",
-        description=what,
+        prog=f"python -m dynamo_elastic.{process}",
+        description=_WHAT[process],
         allow_abbrev=False,
         epilog=f"Every setting of the YAML has a flag {FLAG_PREFIX}SECTION-NAME and a variable "
         "DYN_ELASTIC_SECTION_NAME: docs/reference/config.md. Other flags are those of "
@@ -59,14 +67,14 @@ def launch_parser(module: str, what: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help=f"YAML of the deployment (variable: {CONFIG_VARIABLE})",
     )
+    if process == "worker":
+        text = f"GPU slot of this host, from 0 (variable: {SLOT_VARIABLE})"
+        parser.add_argument(SLOT_FLAG, metavar="N", help=text)
+    if process == "coordinator":
+        parser.add_argument(
+            "--num-experts", type=int, required=True, metavar="N", help="experts of the model"
+        )
     return parser
-
-
-def add_slot(parser: argparse.ArgumentParser) -> None:
-    """Of the processes that there is one of for each GPU slot."""
-    parser.add_argument(
-        SLOT_FLAG, metavar="N", help=f"GPU slot of this host, from 0 (variable: {SLOT_VARIABLE})"
-    )
 
 
 def read_launch_line(

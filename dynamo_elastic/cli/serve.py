@@ -12,6 +12,7 @@ from rich.console import Console
 
 from dynamo_elastic.config import DeploymentConfig, load_config
 from dynamo_elastic.serve.deployment import running
+from dynamo_elastic.serve.dry_run import dry_run
 
 ConfigFile = Annotated[
     Path,
@@ -19,9 +20,31 @@ ConfigFile = Annotated[
 ]
 
 
-def serve(file: ConfigFile) -> None:
-    """Run a whole deployment on this machine until Ctrl-C; then stop all of it."""
-    asyncio.run(_serve(load_config(file), file))
+_STYLES = {"name": "bold", "note": "dim", "environment": "cyan", "command": ""}
+
+
+def serve(
+    file: ConfigFile,
+    only_show: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the processes, their environment and commands in order; start nothing.",
+        ),
+    ] = False,
+) -> None:
+    """Run a whole deployment on this machine until Ctrl-C; then stop all of it.
+
+    Settings, ports, programs and the model are checked before anything starts; every fault is one
+    line with its source and its remedy. A dry run checks the settings alone.
+    """
+    config = load_config(file)
+    if only_show:
+        console = Console(highlight=False, soft_wrap=True)
+        for line, style in dry_run(config):
+            console.print(line, style=_STYLES[style], markup=False)
+        return
+    asyncio.run(_serve(config, file))
 
 
 async def _serve(config: DeploymentConfig, file: Path) -> None:
@@ -34,6 +57,9 @@ async def _serve(config: DeploymentConfig, file: Path) -> None:
             )
             if config.frontend.enabled:
                 console.print(f"OpenAI API: {deployment.url}/v1")
+            if config.coordinator.api.port:
+                api = config.coordinator.api
+                console.print(f"HTTP API:   http://{api.host}:{api.port}/v1/status")
             console.print(f"scale it:   dynamo-elastic scale N -f {file}")
             raise await deployment.supervisor.failed
     except asyncio.CancelledError:

@@ -22,8 +22,7 @@ from dynamo_elastic.failpoints import arm_from_environment
 
 def main(argv: list[str] | None = None) -> int:
     """Coordinate until SIGTERM or SIGINT (0), or until a setting or a record is bad (1)."""
-    parser = launch_parser("coordinator", "Drives scale operations; any number may run, one leads.")
-    parser.add_argument("--num-experts", type=int, required=True, help="experts of the model")
+    parser = launch_parser("coordinator")
     arguments = sys.argv[1:] if argv is None else argv
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     arm_from_environment()

@@ -75,7 +75,7 @@ async def running(config: DeploymentConfig, say: Say) -> AsyncIterator[Deploymen
     Raises ConfigError (nothing was started), or ElasticError if a part does not come up; what had
     been started is stopped again, newest first.
     """
-    config = _absolute(config)
+    config = plan.absolute(config)
     num_experts = check_host(config)
     async with AsyncExitStack() as stack:
         state_dir = stack.enter_context(state_directory(config))
@@ -83,7 +83,7 @@ async def running(config: DeploymentConfig, say: Say) -> AsyncIterator[Deploymen
         store, keys = await _open_store(builder), Keys(config.deployment)
         await _own(builder, store, keys)
         await _make_images(config, say)
-        config_file = state_dir / "config.json"
+        config_file = plan.config_file(config)
         config_file.write_text(config.model_dump_json(indent=2))
         (state_dir / "timeline.jsonl").unlink(missing_ok=True)
         agent = await _start_agent(builder, config_file)
@@ -99,19 +99,6 @@ async def running(config: DeploymentConfig, say: Say) -> AsyncIterator[Deploymen
             await _start_planner(builder, deployment, num_experts)
         yield deployment
         say("stopping")
-
-
-def _absolute(config: DeploymentConfig) -> DeploymentConfig:
-    """Children run elsewhere: make every path of the settings absolute."""
-    model = config.model.model_copy(update={"path": config.model.path.resolve()})
-    catalog = config.snapshot.catalog.resolve()
-    return config.model_copy(
-        update={
-            "model": model,
-            "snapshot": config.snapshot.model_copy(update={"catalog": catalog}),
-            "run_dir": config.run_dir.resolve(),
-        }
-    )
 
 
 async def _make_images(config: DeploymentConfig, say: Say) -> None:
@@ -214,7 +201,7 @@ async def _start_workers(
         await builder.launch(spec, None, _START_TIMEOUT_S)
     await _all_on_standby(deployment)
     builder.say(f"bringing up {config.scale.initial_ranks} ranks")
-    spec = plan.coordinator_spec(config, config_file, num_experts)
+    spec = plan.coordinator_spec(config, config_file, str(num_experts))
     await builder.launch(spec, lambda: _booted(deployment), _BOOT_TIMEOUT_S)
 
 

@@ -12,6 +12,42 @@ from dynamo_elastic.dynamo.launch import frontend_argv, planner_argv, planner_en
 from dynamo_elastic.serve.processes import ProcessSpec
 
 
+def absolute(config: DeploymentConfig) -> DeploymentConfig:
+    """Children run elsewhere: make every path of the settings absolute."""
+    model = config.model.model_copy(update={"path": config.model.path.resolve()})
+    catalog = config.snapshot.catalog.resolve()
+    api = config.coordinator.api
+    token_file = api.token_file.resolve() if api.token_file else None
+    api = api.model_copy(update={"token_file": token_file})
+    return config.model_copy(
+        update={
+            "model": model,
+            "snapshot": config.snapshot.model_copy(update={"catalog": catalog}),
+            "coordinator": config.coordinator.model_copy(update={"api": api}),
+            "run_dir": config.run_dir.resolve(),
+        }
+    )
+
+
+def config_file(config: DeploymentConfig) -> Path:
+    """Where `serve` puts the settings in force for its children."""
+    return config.state_dir / "config.json"
+
+
+def processes(config: DeploymentConfig, num_experts: str) -> list[ProcessSpec]:
+    """Every process of the deployment, in the order in which `serve` starts them."""
+    file = config_file(config)
+    specs = [etcd_spec(config)] if config.etcd.start else []
+    specs.append(agent_spec(config, file))
+    if config.frontend.enabled:
+        specs.append(frontend_spec(config))
+    specs += [shell_spec(config, file, slot) for slot in range(config.scale.max_ranks)]
+    specs.append(coordinator_spec(config, file, num_experts))
+    if config.planner.enabled:
+        specs.append(planner_spec(config))
+    return specs
+
+
 def etcd_spec(config: DeploymentConfig) -> ProcessSpec:
     """Our own one-member etcd on loopback, its data in the state directory."""
     client, peer = (f"http://127.0.0.1:{p}" for p in (config.etcd.port, config.etcd.peer_port))
@@ -25,26 +61,24 @@ def etcd_spec(config: DeploymentConfig) -> ProcessSpec:
     return ProcessSpec("etcd", argv, _log(config, "etcd"), critical=True)
 
 
-def agent_spec(config: DeploymentConfig, config_file: Path) -> ProcessSpec:
-    return _ours(config, "agent", "agent", CONFIG_FLAG, str(config_file))
+def agent_spec(config: DeploymentConfig, file: Path) -> ProcessSpec:
+    return _ours(config, "agent", "agent", CONFIG_FLAG, str(file))
 
 
-def coordinator_spec(config: DeploymentConfig, config_file: Path, num_experts: int) -> ProcessSpec:
+def coordinator_spec(config: DeploymentConfig, file: Path, num_experts: str) -> ProcessSpec:
     return _ours(
         config,
         "coordinator",
         "coordinator",
         CONFIG_FLAG,
-        str(config_file),
+        str(file),
         "--num-experts",
-        str(num_experts),
+        num_experts,
     )
 
 
-def shell_spec(config: DeploymentConfig, config_file: Path, slot: int) -> ProcessSpec:
-    return _ours(
-        config, f"slot{slot}", "worker", CONFIG_FLAG, str(config_file), SLOT_FLAG, str(slot)
-    )
+def shell_spec(config: DeploymentConfig, file: Path, slot: int) -> ProcessSpec:
+    return _ours(config, f"slot{slot}", "worker", CONFIG_FLAG, str(file), SLOT_FLAG, str(slot))
 
 
 def frontend_spec(config: DeploymentConfig) -> ProcessSpec:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dynamo_elastic.agent.open_images import open_images
 from dynamo_elastic.config import DeploymentConfig, engine_shape
+from dynamo_elastic.coordinator.api import read_token
 from dynamo_elastic.engine.shape import read_shape
 from dynamo_elastic.errors import ConfigError, ElasticError
 
@@ -29,6 +30,11 @@ def check_host(config: DeploymentConfig) -> int:
     except ConfigError as exc:
         faults += exc.faults
     faults += _port_faults(config)
+    if config.coordinator.api.token_file is not None:
+        try:
+            read_token(config.coordinator.api.token_file)
+        except ConfigError as exc:
+            faults += exc.faults
     if config.etcd.start and shutil.which("etcd") is None:
         faults.append("etcd.start: no etcd program; install etcd-server or set etcd.endpoints")
     faults += _snapshot_faults(config)
@@ -53,6 +59,9 @@ def _port_faults(config: DeploymentConfig) -> list[str]:
         wanted["frontend.port"] = (config.frontend.host, config.frontend.port)
     if config.planner.enabled:
         wanted["planner.control_port"] = ("127.0.0.1", config.planner.control_port)
+    api = config.coordinator.api
+    if api.port:
+        wanted["coordinator.api.port"] = (api.host, api.port)
     if config.etcd.start:
         wanted["etcd.port"] = ("127.0.0.1", config.etcd.port)
         wanted["etcd.peer_port"] = ("127.0.0.1", config.etcd.peer_port)
@@ -64,7 +73,8 @@ def _port_faults(config: DeploymentConfig) -> list[str]:
 
 
 def _is_free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

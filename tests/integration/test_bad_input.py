@@ -58,7 +58,7 @@ def spoilt(settings: dict[str, Any], section: str, **values: Any) -> dict[str, A
 
 def test_unknown_key(tmp_path: Path, settings: dict[str, Any]) -> None:
     (line,) = serve_fails(tmp_path, {**settings, "modle": 1})
-    assert line == "error: modle: unknown setting; remove it or correct the spelling"
+    assert line == "error: modle: unknown setting; did you mean model? (deployment.yaml:1)"
 
 
 def test_wrong_type(tmp_path: Path, settings: dict[str, Any]) -> None:
@@ -71,7 +71,8 @@ def test_duplicate_port(tmp_path: Path, settings: dict[str, Any]) -> None:
     port = settings["frontend"]["port"]
     (line,) = serve_fails(tmp_path, spoilt(settings, "planner", control_port=port))
     assert line == (
-        f"error: planner.control_port: port {port} is also frontend.port; choose another"
+        f"error: planner.control_port: port {port} is also frontend.port; choose another "
+        "(deployment.yaml:1)"
     )
 
 
@@ -154,6 +155,16 @@ def test_illegal_targets(deployment: ServedDeployment, target: str, says: str) -
     after = deployment.wait_idle()
     assert after.topology == before.topology
     assert after.last == before.last
+
+
+@pytest.mark.root
+@pytest.mark.criu
+def test_what_runs_is_what_a_dry_run_prints(deployment: ServedDeployment) -> None:
+    done = deployment.cli("serve", "--dry-run")
+    assert done.returncode == 0
+    printed = [x.split()[2] for x in done.stdout.splitlines() if "(log: " in x]
+    logs = deployment.config.state_dir / "logs"
+    assert sorted(printed) == sorted(path.stem for path in logs.glob("*.log"))
 
 
 @pytest.mark.root

@@ -10,7 +10,6 @@ import yaml
 
 from dynamo_elastic.config import DeploymentConfig, VllmEngineConfig
 from dynamo_elastic.config_launch import (
-    add_slot,
     engine_layer,
     launch_parser,
     read_launch_line,
@@ -33,8 +32,7 @@ def file(tmp_path: Path) -> str:
 
 
 def read(*argv: str, environ: Mapping[str, str] | None = None) -> tuple[DeploymentConfig, int]:
-    parser = launch_parser("worker", "")
-    add_slot(parser)
+    parser = launch_parser("worker")
     config, own = read_launch_line(parser, argv, environ or {})
     return config, read_slot(own, config, environ or {})
 
