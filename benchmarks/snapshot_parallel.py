@@ -35,8 +35,6 @@ async def measure(report: Report, *, repeats: int, small: bool) -> None:
     with work_area(slots * ((1 << 30) if small else IMAGE_AREA_BYTES)) as area:
         config = deployment(area, slots=slots)
         images = open_images(config, gpu_argv(**sizes))
-                str(images.obstacle(0)), remedy="run as root, with CRIU installed"
-            )
         probes = set()
         for slot in range(slots):
             manifest = await asyncio.to_thread(images.create, slot)
