@@ -8,10 +8,12 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from dynamo_elastic.errors import ImagerError, PidClash, ResourceMissing
+from dynamo_elastic.errors import ImagerError, PidClash, ResourceMissing, SnapshotError
 from dynamo_elastic.snapshot.base import Namespace
+from dynamo_elastic.snapshot.criu_images import PROCESSES, first_number
 from dynamo_elastic.snapshot.process import ProcessRef, kill_tree, namespace_pid
 
 MINIMUM = (4, 2)
@@ -120,7 +122,13 @@ class Criu:
         argv = restore_argv(self._path, directory, work_dir)
         pid_file = work_dir / _PID_FILE
         pid_file.unlink(missing_ok=True)
-        self._inside(namespace, argv, work_dir / _RESTORE_LOG, timeout_s)
+        try:
+            self._inside(namespace, argv, work_dir / _RESTORE_LOG, timeout_s)
+        except PidClash:
+            raise
+        except ImagerError:
+            _end_halves(directory, namespace)
+            raise
         return namespace.host_process(int(pid_file.read_text()))
 
     @staticmethod
@@ -132,6 +140,14 @@ class Criu:
         if done.returncode != 0:
             text = log.read_text(errors="replace") if log.exists() else done.stderr
             raise failure(argv, done.returncode, text)
+
+
+def _end_halves(directory: Path, namespace: Namespace) -> None:
+    """End what CRIU had made of the image when it was killed."""
+    with suppress(OSError, SnapshotError):
+        root_pid = first_number(directory / PROCESSES)
+        kill_tree(namespace.host_process(root_pid).pid, timeout_s=_KILL_TIMEOUT_S)
+        namespace.wait_reaped(root_pid, timeout_s=_KILL_TIMEOUT_S)
 
 
 def _run(argv: list[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo_elastic.errors import SnapshotError
+from dynamo_elastic.snapshot.criu_images import first_number
 from dynamo_elastic.snapshot.process import HostMemory
 
-_HEAD = 12
-"""Two magic words and the length of the first entry, which is one field: the number of a file."""
-_FIELD_1_VARINT = 0x08
 _SHARED = "pagemap-shmem-"
 
 
@@ -34,8 +31,8 @@ def image_sizes(directory: Path, gained: HostMemory) -> ImageSizes:
     none of CRIU's."""
     total = sum(path.stat().st_size for path in directory.iterdir() if path.is_file())
     memory = {path.name: path.stat().st_size for path in directory.glob("pages-*.img")}
-    shared_files = {_pages_file(path) for path in directory.glob(f"{_SHARED}*.img")}
-    shared = sum(size for name, size in memory.items() if name in shared_files)
+    indexes = directory.glob(f"{_SHARED}*.img")
+    shared = sum(memory.get(f"pages-{first_number(path)}.img", 0) for path in indexes)
     private = sum(memory.values()) - shared
     cuda_shared = min(shared, max(0, gained.shared_bytes))
     cuda_private = min(private, max(0, gained.private_bytes))
@@ -45,20 +42,3 @@ def image_sizes(directory: Path, gained: HostMemory) -> ImageSizes:
         cuda_bytes=cuda_shared + cuda_private,
         other_bytes=total - private - shared,
     )
-
-
-def _pages_file(index: Path) -> str:
-    """Name of the file with the pages that `index` describes."""
-    data = index.read_bytes()[_HEAD : _HEAD + 6]
-    if not data or data[0] != _FIELD_1_VARINT:
-        raise SnapshotError(f"{index}: not an index of pages as this CRIU writes them")
-    return f"pages-{_varint(data[1:])}.img"
-
-
-def _varint(data: bytes) -> int:
-    value = 0
-    for position, byte in enumerate(data):
-        value |= (byte & 0x7F) << (7 * position)
-        if not byte & 0x80:
-            break
-    return value
