@@ -213,6 +213,7 @@ class PeerAgent:
             if sum(c.size_bytes for c in chunks) < arena.size_bytes:
                 raise OSError("it offers less memory than it said")
             mapped = self._engine.map(chunks)
+            connection.setblocking(False)
         except (OSError, ValueError, DeviceMemoryError) as exc:
             connection.close()
             raise TransferError(f"mapping a remote's memory failed: {exc}", remote=name) from exc
@@ -305,6 +306,7 @@ class PeerAgent:
         finally:
             for chunk in chunks:
                 os.close(chunk.descriptor)
+        connection.setblocking(False)
         return name
 
 

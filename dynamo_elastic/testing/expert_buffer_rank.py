@@ -113,10 +113,10 @@ class ExpertRank:
         count = min(shape.top_k, len(experts))
         self._ids[:, :count] = experts[picks[:, :count]].to(self._ids)
 
-    def layer(self) -> None:
-        """Dispatch, experts, combine, as an engine launches them."""
+    def layer(self, experts: bool = True) -> None:
+        """Dispatch, experts (or none), combine, as an engine launches them."""
         arrived = self.buffer.dispatch(self._x, self._ids)
-        results = arrived.tokens * self._scales
+        results = arrived.tokens * self._scales if experts else arrived.tokens
         self.buffer.combine(results, self._ids, self._weights, arrived, out=self._out)
 
     def step(self, layers: int = 1, masks: bool = True) -> dict[str, Any]:
@@ -145,14 +145,18 @@ class ExpertRank:
         self.buffer.staging(arrived).copy_(results)
         self.buffer.combine(results, self._ids, self._weights, arrived, out=self._out, staged=True)
 
-    def capture(self, layers: int) -> None:
-        """One CUDA graph of so many layers, for replay()."""
+    def capture(self, layers: int, experts: bool = True) -> None:
+        """One CUDA graph of so many layers, for replay(). All ranks that are active capture at
+        the same time, as the layer that warms up is a joint one."""
         self.step(1)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             for _ in range(layers):
-                self.layer()
+                self.layer(experts)
         self._sync()
+
+    def memory_bytes(self) -> int:
+        return self.buffer.memory.size_bytes
 
     def replay(self, count: int = 1) -> float:
         """Seconds for one replay of the graph, over `count` of them."""
