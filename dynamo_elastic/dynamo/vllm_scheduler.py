@@ -17,7 +17,8 @@ import zmq
 
 from dynamo_elastic.engine.base import Attach
 from dynamo_elastic.engine.renew import renew
-from dynamo_elastic.engine.vllm.release import release_tcp
+from dynamo_elastic.engine.vllm.calls import CORE_ATTACH, CORE_RELEASE
+from dynamo_elastic.engine.vllm.release import wait_no_tcp
 from dynamo_elastic.engine.vllm.shims import apply_shims
 
 apply_shims()
@@ -27,11 +28,11 @@ from vllm.distributed.kv_events import EventPublisherFactory, KVEventsConfig  # 
 from vllm.v1.engine.core import EngineCore  # noqa: E402
 
 SCHEDULER = f"{__name__}.ElasticInstrumentedScheduler"
-RELEASE, ATTACH = "elastic_release", "elastic_attach"
 
 PORTS = range(20400, 32700)
 """Where publishers listen: Dynamo wants registered ports, and the kernel gives out those above."""
 
+_CLOSE_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -72,10 +73,10 @@ class ElasticInstrumentedScheduler(dynamo_scheduler.InstrumentedScheduler):  # t
         raise OSError(f"no port of {PORTS.start}-{PORTS.stop - 1} is free")
 
 
-def _release(core: Any) -> int:
-    """The engine core holds nothing that an image must not hold."""
+def _release(core: Any) -> None:
+    """The engine core holds nothing that an image must not hold. Raises EngineError."""
     core.scheduler.release()
-    return release_tcp()
+    wait_no_tcp(_CLOSE_TIMEOUT_S)
 
 
 def _attach(core: Any, attach: dict[str, Any]) -> dict[str, Any]:
@@ -86,5 +87,5 @@ def _attach(core: Any, attach: dict[str, Any]) -> dict[str, Any]:
     return opened
 
 
-setattr(EngineCore, RELEASE, _release)
-setattr(EngineCore, ATTACH, _attach)
+setattr(EngineCore, CORE_RELEASE, _release)
+setattr(EngineCore, CORE_ATTACH, _attach)

@@ -8,27 +8,48 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-_SHARED_MEMORY = "/dev/shm/"
-_DELETED = " (deleted)"
+from dynamo_elastic.errors import EngineError
+
+SHARED_MEMORY = Path("/dev/shm")
+_POLL_S = 0.01
 
 
 def release_tcp() -> int:
     """No TCP socket is open in this process any more; returns how many were. What polls one of them
-    sees a descriptor that is never ready."""
-    released = 0
-    for descriptor in _socket_descriptors():
-        with socket.socket(fileno=os.dup(descriptor)) as found:
-            if found.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
+    sees a descriptor that is never ready, so it must be sure that nobody ever writes to them."""
+    sockets = _tcp_descriptors()
+    for descriptor in sockets:
         quiet = os.eventfd(0, os.EFD_CLOEXEC)
         os.dup2(quiet, descriptor, inheritable=False)
         os.close(quiet)
-        released += 1
-    return released
+    return len(sockets)
+
+
+def wait_no_tcp(timeout_s: float) -> None:
+    """Return once this process has no TCP socket: ZMQ closes those that it was told to close on a
+    thread of its own. Raises EngineError if one is left."""
+    deadline = time.monotonic() + timeout_s
+    while left := _tcp_descriptors():
+        if time.monotonic() > deadline:
+            raise EngineError(f"{len(left)} TCP sockets are still open after {timeout_s:g} s")
+        time.sleep(_POLL_S)
+
+
+def _tcp_descriptors() -> list[int]:
+    return [descriptor for descriptor in _socket_descriptors() if _is_inet(descriptor)]
+
+
+def _is_inet(descriptor: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as found:
+            return found.family in (socket.AF_INET, socket.AF_INET6)
+    except OSError:
+        return False  # closed meanwhile
 
 
 def _socket_descriptors() -> list[int]:
@@ -40,22 +61,27 @@ def _socket_descriptors() -> list[int]:
     return found
 
 
-def unlink_shared_memory(pids: Iterable[int]) -> tuple[str, ...]:
+def unlink_shared_memory(pids: Iterable[int]) -> tuple[Path, ...]:
     """The shared memory of these processes has no name any more: it goes into the image, and two
     copies share nothing. Returns the names it had."""
-    names = {name for pid in pids for name in _shared_memory_of(pid)}
-    for name in names:
-        Path(name).unlink(missing_ok=True)
-    return tuple(sorted(names))
+    # By inode: a semaphore shows up under the name that it was made with, which is gone at once.
+    used = {inode for pid in pids for inode in _shared_inodes(pid)}
+    names = [path for path in SHARED_MEMORY.iterdir() if path.stat().st_ino in used]
+    for path in names:
+        path.unlink()
+    return tuple(names)
 
 
-def _shared_memory_of(pid: int) -> set[str]:
-    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    paths = [line.split(maxsplit=5)[5] for line in maps if _SHARED_MEMORY in line]
+def _shared_inodes(pid: int) -> set[int]:
+    device = SHARED_MEMORY.stat().st_dev
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    found = {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
-            paths.append(os.readlink(descriptor))
-    return {p for p in paths if p.startswith(_SHARED_MEMORY) and not p.endswith(_DELETED)}
+            status = descriptor.stat()
+            if status.st_dev == device:
+                found.add(status.st_ino)
+    return found
 
 
 def unlink_sockets(directory: Path) -> None:

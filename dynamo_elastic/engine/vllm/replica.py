@@ -16,21 +16,22 @@ from vllm import SamplingParams
 
 from dynamo_elastic.engine.base import Attach
 from dynamo_elastic.engine.renew import renew
+from dynamo_elastic.engine.vllm.calls import (
+    CORE_ATTACH,
+    CORE_RELEASE,
+    WORKER_ATTACH,
+    WORKER_RELEASE,
+)
 from dynamo_elastic.engine.vllm.release import (
     processes_of_session,
-    release_tcp,
     unlink_shared_memory,
     unlink_sockets,
 )
 from dynamo_elastic.errors import EngineError
 
-CORE_RELEASE, CORE_ATTACH = "elastic_release", "elastic_attach"
-"""Utility calls that dynamo/vllm_scheduler.py adds to the engine core."""
-
 PROBE_PROMPT = tuple(range(3, 11))
 PROBE_TOKENS = 8
 
-_WORKER_RELEASE, _WORKER_ATTACH = "elastic_release", "elastic_attach"
 _PROBE_TIMEOUT_S = 15.0
 _CALL_TIMEOUT_S = 30.0
 
@@ -58,8 +59,7 @@ class Replica:
     async def release(self) -> None:
         """No process of the tree holds what an image must not hold. Generation must be paused."""
         await self._in_core(CORE_RELEASE)
-        await self._client.collective_rpc(_WORKER_RELEASE, timeout=_CALL_TIMEOUT_S)
-        release_tcp()
+        await self._client.collective_rpc(WORKER_RELEASE, timeout=_CALL_TIMEOUT_S)
         unlink_shared_memory(processes_of_session())
         unlink_sockets(self._control_dir)
 
@@ -68,7 +68,7 @@ class Replica:
         {'fpm_port': N, 'events': address, '' for none}."""
         renew(attach)
         sent = msgspec.to_builtins(attach)
-        await self._client.collective_rpc(_WORKER_ATTACH, timeout=_CALL_TIMEOUT_S, args=(sent,))
+        await self._client.collective_rpc(WORKER_ATTACH, timeout=_CALL_TIMEOUT_S, args=(sent,))
         opened: dict[str, Any] = await self._in_core(CORE_ATTACH, sent)
         return opened
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,8 +17,15 @@ EXTENSION = f"{__name__}.ElasticWorkerExtension"
 class ElasticWorkerExtension:
     """Mixed into vLLM's worker class; called by name with collective_rpc()."""
 
+    distributed_init_method: str
+    """Of vLLM's worker."""
+
     def elastic_release(self) -> int:
-        """The worker holds nothing that an image must not hold."""
+        """The worker holds nothing that an image must not hold; returns how many sockets it had.
+        They are those of its process groups, which have no other member."""
+        scheme, _, path = self.distributed_init_method.partition("://")
+        if scheme == "file":
+            Path(path).unlink(missing_ok=True)
         return release_tcp()
 
     def elastic_attach(self, attach: dict[str, Any]) -> None:
