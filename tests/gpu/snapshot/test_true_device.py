@@ -1,0 +1,42 @@
+"""A process that comes back on another GPU says it is on the old one; NVML knows better."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import pytest
+
+from dynamo_elastic.snapshot.cuda_process import Cuda
+from dynamo_elastic.snapshot.gpu import true_devices
+from dynamo_elastic.snapshot.nvml import Nvml
+from dynamo_elastic.snapshot.park import park, unpark
+from dynamo_elastic.testing.cuda_victim import CudaVictim
+
+pytestmark = pytest.mark.gpu(2)
+
+TIMEOUT_S = 30.0
+
+
+def test_true_device_of_a_process_that_was_moved() -> None:
+    driver, inventory = Cuda.open(), Nvml.open()
+    gpus = inventory.gpus()
+    first, second = gpus[:2]
+    swapped = {gpu.uuid: gpu.uuid for gpu in gpus}
+    swapped |= {first.uuid: second.uuid, second.uuid: first.uuid}
+    with CudaVictim(visible=first.uuid) as victim:
+        assert true_devices(inventory, victim.pid)[0].uuid == first.uuid
+
+        parked = park(victim.process, driver, inventory, timeout_s=TIMEOUT_S)
+        assert true_devices(inventory, victim.pid) == ()
+        unpark(parked, driver, inventory, gpu_map=swapped, timeout_s=TIMEOUT_S)
+
+        (found,) = true_devices(inventory, victim.pid)
+        assert (found.uuid, found.pci_bus_id) == (second.uuid, second.pci_bus_id)
+        said, _ = victim.ask("report").split()
+        assert f"GPU-{UUID(said)}" == first.uuid
+        assert victim.ask("check") == "right"
+
+        parked = park(victim.process, driver, inventory, timeout_s=TIMEOUT_S)
+        unpark(parked, driver, inventory, gpu_map=swapped, timeout_s=TIMEOUT_S)
+        assert true_devices(inventory, victim.pid)[0].uuid == first.uuid
+        assert victim.ask("check") == "right"
