@@ -14,16 +14,21 @@ from dynamo_elastic.engine.launch import engine_argv, image_inputs
 from dynamo_elastic.engine.shape import CONFIG_FILE
 from dynamo_elastic.errors import ConfigError
 from dynamo_elastic.snapshot.base import BOOT_LOG, Command, GpuInfo
-from dynamo_elastic.snapshot.fingerprint import Fingerprint, digest_environment, read_fingerprint
+from dynamo_elastic.snapshot.cuda_findings import IPC_CACHE
+from dynamo_elastic.snapshot.fingerprint import (
+    VISIBLE_DEVICES,
+    Fingerprint,
+    digest_environment,
+    read_fingerprint,
+)
 
 EngineArgv = Callable[[DeploymentConfig, int], Sequence[str]]
 
-GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH")
 _CONVENIENCE = frozenset({"HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"})
 _SHAPING = frozenset({"LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE"})
-_SHAPING_PREFIXES = ("CUDA_", "MKL_", "NCCL_", "NIXL_", "NVIDIA_", "OMP_", "UCX_")
-_FIXED = {"UCX_CUDA_IPC_CACHE": "n"}
+_SHAPING_PREFIXES = ("CUDA_", "MKL_", "NCCL_", "NIXL_", "NVIDIA_", "OMP_", "UCX_", "VLLM_")
+_FIXED = {IPC_CACHE: "n"}
 """With UCX's cache of CUDA IPC imports a parked engine can't come back, and the peers of a restored
 one go on writing to its predecessor (docs/findings.md, section 1)."""
 
@@ -56,7 +61,7 @@ class Boots:
     ) -> None:
         self._config = config
         self._argv_of = argv_of
-        self._has_gpus = bool(gpus)
+        self._host_gpus = tuple(gpus)
         self._gpus = slot_gpus(config, gpus)
 
     def gpu(self, slot: int) -> str:
@@ -66,7 +71,7 @@ class Boots:
     def command(self, slot: int, more: Mapping[str, str] | None = None) -> Command:
         """How an engine of `slot` is booted, for an image or not; `more` goes to its environment.
         An engine sees the GPU of its slot only."""
-        gpu = {GPU_VARIABLE: self.gpu(slot)} if self._has_gpus else {}
+        gpu = {VISIBLE_DEVICES: self.gpu(slot)} if self._host_gpus else {}
         return Command(
             argv=tuple(self._argv_of(self._config, slot)),
             environment={**engine_environment(), **gpu, **(more or {})},
@@ -84,6 +89,7 @@ class Boots:
             model=model_digest(self._config.model.path) + image_inputs(self._config),
             slot=slot,
             control_dir=self._config.control_dir(slot),
+            gpus=self._host_gpus,
         )
 
     def cache_key(self, slot: int) -> str:
@@ -91,11 +97,14 @@ class Boots:
         matter."""
         command, here = self.command(slot), self.fingerprint(slot)
         shaping = {k: v for k, v in command.environment.items() if shapes_engine(k)}
-        shaping.pop(GPU_VARIABLE, None)
+        shaping.pop(VISIBLE_DEVICES, None)
         bare = replace(
             here,
             slot=-1,
             control_dir="",
+            gpu="",
+            host_gpus="",
+            cuda_visible_devices="",
             argv=tuple(word.replace(here.control_dir, "") for word in here.argv),
             environment=digest_environment(shaping),
         )

@@ -21,7 +21,13 @@ from dynamo_elastic.snapshot.namespace import (
     create_namespace,
     namespace_of,
 )
-from dynamo_elastic.snapshot.process import ProcessRef, alive, kill_and_wait, session_of
+from dynamo_elastic.snapshot.process import (
+    ProcessRef,
+    alive,
+    kill_and_wait,
+    kill_session,
+    session_of,
+)
 
 LOCK_FILE = "agent.lock"
 NAMESPACE_FILE = "namespace.json"
@@ -56,7 +62,7 @@ class Host:
         theirs = namespace_of(process)
         if theirs is not None and theirs != self.namespace:
             theirs.end(timeout_s=_END_TIMEOUT_S)
-        kill_and_wait(process, timeout_s=_END_TIMEOUT_S)
+        kill_session(process, timeout_s=_END_TIMEOUT_S)
 
     def end_strays(self, keep: frozenset[ProcessRef]) -> None:
         """Kill what runs in the namespace and belongs to none of `keep`: starts, or restores still

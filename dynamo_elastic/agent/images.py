@@ -135,6 +135,7 @@ class Images:
             catalog=self._catalog,
             imager=self._imager,
             namespace=namespace,
+            gpu=self._gpu,
             timeout_s=timeout_s,
         )
 
@@ -170,6 +171,7 @@ class Images:
             catalog=self._catalog,
             imager=self._imager,
             make_namespace=temporary_namespace,
+            gpu=self._gpu,
             notify=notify,
         )
         self.prune()
@@ -192,7 +194,9 @@ class Images:
         ours = {str(self._config.control_dir(slot)): slot for slot in slots}
         slot = ours.get(image.control_dir)
         if slot is None:
-            differences = machine_mismatches(image, criu=image.criu)
+            differences = machine_mismatches(
+                image, criu=image.criu, gpus=self._gpu.inventory.gpus()
+            )
         else:
             differences = mismatches(image, self.fingerprint(slot))
         return Judgement(slot is not None, "; ".join(differences))

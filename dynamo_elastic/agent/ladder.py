@@ -65,3 +65,9 @@ def choose(wanted: Sequence[Tier], obstacles: Mapping[Tier, Obstacle]) -> Ladder
         rungs=tuple(tier for tier in order if tier not in obstacles),
         falls=tuple(Fall(tier, obstacles[tier]) for tier in order if tier in obstacles),
     )
+
+
+def above(falls: Sequence[Fall], tier: Tier) -> tuple[Fall, ...]:
+    """Those of tiers that are better than `tier`."""
+    better = list(Tier)[: list(Tier).index(tier)]
+    return tuple(fall for fall in falls if fall.tier in better)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from dynamo_elastic.agent.boot import EngineArgv
 from dynamo_elastic.agent.image_source import NoImages
 from dynamo_elastic.agent.images import Images, Progress
 from dynamo_elastic.agent.ladder import Why
+from dynamo_elastic.agent.rehearse import rehearse
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.engine.launch import engine_argv
 from dynamo_elastic.errors import ElasticError, SnapshotError
@@ -45,15 +47,32 @@ def missing_slots(config: DeploymentConfig) -> tuple[int, ...]:
     return tuple(s for s in range(config.scale.max_ranks) if images.find(s) is None)
 
 
+def _proven(images: Images, manifest: Manifest, timeout_s: float) -> Manifest:
+    """A checkpoint that succeeded is no proof that it can be restored."""
+    if manifest.gpu.processes:
+        try:
+            asyncio.run(rehearse(images, manifest, timeout_s=timeout_s))
+        except ElasticError:
+            images.catalog.remove(manifest.image_id)
+            raise
+    return manifest
+
+
 def create_images(
     config: DeploymentConfig, slots: Sequence[int], progress: Progress | None = None
 ) -> tuple[Manifest, ...]:
-    """An image of each of `slots`, one after the other. Raises what open_images() and
-    take_snapshot() raise; images made before stay. Raises SnapshotError, too, if they don't fit
-    into the catalog together."""
+    """An image of each of `slots`, one after the other. One that was on a GPU has come back from
+    its image once: before that nobody knows. Not to be called from an event loop.
+
+    Raises what open_images(), take_snapshot() and rehearse() raise; images made before stay. Raises
+    SnapshotError, too, if they don't fit into the catalog together.
+    """
     images = open_images(config)
     images.catalog.remove_partials()
-    made = tuple(images.create(slot, progress) for slot in slots)
+    made = tuple(
+        _proven(images, images.create(slot, progress), config.scale.restore_timeout_s)
+        for slot in slots
+    )
     left = images.catalog.entries()
     if not all(manifest.image_id in left for manifest in made):
         raise SnapshotError(

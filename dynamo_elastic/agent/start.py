@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from dynamo_elastic.agent.boot import Boots
 from dynamo_elastic.agent.caches import JitCaches
 from dynamo_elastic.agent.host import Host
 from dynamo_elastic.agent.image_source import ImageSource, RunningImage
-from dynamo_elastic.agent.ladder import Fall, Obstacle, Why, choose
+from dynamo_elastic.agent.ladder import Fall, Obstacle, Why, above, choose
 from dynamo_elastic.agent.parking import unpark_engine
 from dynamo_elastic.agent.ready import wait_detached, wait_ready
 from dynamo_elastic.agent.records import (
@@ -29,12 +29,13 @@ from dynamo_elastic.agent.records import (
     write_started,
 )
 from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.dynamo.environment import engine_dynamo_environment
 from dynamo_elastic.engine.base import Attach
 from dynamo_elastic.errors import ElasticError, EngineError, GpuMemoryShort, ResourceMissing
 from dynamo_elastic.failpoints import KILL_ONCE_DIR, failpoint
 from dynamo_elastic.metrics import Metrics
 from dynamo_elastic.snapshot.gpu import Gpu
-from dynamo_elastic.snapshot.process import ProcessRef, kill_and_wait
+from dynamo_elastic.snapshot.process import ProcessRef, kill_session
 from dynamo_elastic.types import Incarnation
 
 _KILL_TIMEOUT_S = 10.0
@@ -83,8 +84,9 @@ class Starter:
         ladder = choose(request.tiers, obstacles)
         falls = list(ladder.falls)
         for tier in ladder.rungs:
+            better = above(falls, tier)
             try:
-                record = await self._from_tier(request, tier, parked, tuple(map(str, falls)))
+                record = await self._from_tier(request, tier, parked, tuple(map(str, better)))
             except (ElasticError, ProcessLookupError) as exc:
                 _log.warning("slot %d: tier %s failed: %s", request.slot, tier.value, exc)
                 self._metrics.engine_starts.labels(tier, "failed").inc()
@@ -92,7 +94,7 @@ class Starter:
                 continue
             self._metrics.engine_starts.labels(tier, "ok").inc()
             self._metrics.start_seconds.labels(tier).observe(record.ready_s)
-            self._count(falls)
+            self._count(better)
             return record
         self._count(falls)
         raise EngineError(f"no engine for slot {request.slot}: {'; '.join(map(str, falls))}")
@@ -103,7 +105,7 @@ class Starter:
             Tier.CACHED: self._caches.obstacle(self._boots.cache_key(slot)),
         }
 
-    def _count(self, falls: list[Fall]) -> None:
+    def _count(self, falls: Sequence[Fall]) -> None:
         for fall in falls:
             self._metrics.fall_throughs.labels(fall.tier, fall.obstacle.why).inc()
 
@@ -196,13 +198,13 @@ class Starter:
             worker_id=request.lease.worker_id,
             seed=secrets.randbits(63),
             log_path=str(self._config.control_dir(request.slot) / ENGINE_LOG),
-            environment=_failpoints(),
+            environment=_failpoints() | engine_dynamo_environment(self._config),
         )
 
 
 async def end_process(process: ProcessRef) -> None:
-    """It is gone. Raises EngineError if the kernel can't end it."""
-    await asyncio.to_thread(kill_and_wait, process, timeout_s=_KILL_TIMEOUT_S)
+    """It is gone, and with it all of its session. Raises EngineError if the kernel can't end it."""
+    await asyncio.to_thread(kill_session, process, timeout_s=_KILL_TIMEOUT_S)
 
 
 async def _not_lost(starting: Coroutine[Any, Any, RunningImage]) -> RunningImage:

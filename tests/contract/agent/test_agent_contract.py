@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from dynamo_elastic.agent.base import Agent, StartedEngine, Tier
+from dynamo_elastic.agent.base import Agent, SlotState, StartedEngine, Tier
 from dynamo_elastic.agent.client import AgentClient
 from dynamo_elastic.agent.image_source import NoImages
 from dynamo_elastic.agent.server import AgentServer
-from dynamo_elastic.errors import EngineError
+from dynamo_elastic.errors import EngineError, SlotLeased
 from dynamo_elastic.testing.agent import FakeAgent
 from dynamo_elastic.testing.deployments import deployment, standin_argv
 from dynamo_elastic.types import Epoch, Incarnation, OperationId, WorkerId
@@ -41,7 +41,7 @@ async def _real() -> AsyncIterator[Agent]:
 async def _run(kind: str, body: Body) -> None:
     async with asyncio.timeout(60):
         if kind == "fake":
-            await body(FakeAgent(2))
+            await body(FakeAgent(2, parks=True))
         else:
             async with _real() as agent:
                 await body(agent)
@@ -53,10 +53,22 @@ def on_agent(request: pytest.FixtureRequest) -> Callable[[Body], None]:
     return lambda body: asyncio.run(_run(request.param, body))
 
 
-async def start(agent: Agent, slot: int, operation: str) -> StartedEngine:
-    worker = WorkerId(f"slot{slot}")
+async def start(
+    agent: Agent,
+    slot: int,
+    operation: str,
+    *,
+    epoch: int = 1,
+    worker: str = "",
+    tiers: tuple[Tier, ...] = (Tier.PARKED, Tier.COLD),
+) -> StartedEngine:
     return await agent.start_engine(
-        slot, worker, OperationId(operation), Epoch(1), tiers=(Tier.COLD,), timeout_s=30
+        slot,
+        WorkerId(worker or f"slot{slot}"),
+        OperationId(operation),
+        Epoch(epoch),
+        tiers=tiers,
+        timeout_s=30,
     )
 
 
@@ -85,5 +97,58 @@ def test_stop_ends_that_engine_only(on_agent: Callable[[Body], None]) -> None:
         await agent.stop_engine(0, zero.incarnation)
         assert [s.incarnation for s in await agent.slots()] == ["", one.incarnation]
         assert (await start(agent, 0, "b")).incarnation != zero.incarnation
+
+    on_agent(body)
+
+
+def test_slot_is_leased_to_one_operation_worker_and_epoch(on_agent: Callable[[Body], None]) -> None:
+    async def body(agent: Agent) -> None:
+        engine = await start(agent, 0, "a", epoch=5)
+        for other in ({"epoch": 6}, {"worker": "slot1"}, {"epoch": 4}):
+            with pytest.raises(SlotLeased):
+                await start(agent, 0, "a", **{"epoch": 5, **other})  # type: ignore[arg-type]
+        status = (await agent.slots())[0]
+        assert status.state is SlotState.SERVING
+        assert status.held_by == "slot0 of operation a at epoch 5"
+        assert await start(agent, 0, "a", epoch=5) == engine
+        await agent.stop_engine(0, engine.incarnation)
+        # A request that was under way when its operation was over.
+        with pytest.raises(SlotLeased, match="epoch 4 is over"):
+            await start(agent, 0, "late", epoch=4)
+        assert (await agent.slots())[0].state is SlotState.FREE
+        assert (await start(agent, 0, "b", epoch=6)).tier is Tier.COLD
+
+    on_agent(body)
+
+
+def test_parked_engine_is_the_next_one_of_its_slot(on_agent: Callable[[Body], None]) -> None:
+    async def body(agent: Agent) -> None:
+        engine = await start(agent, 0, "a")
+        assert await agent.park_engine(0, Incarnation("slot0-none"), timeout_s=20) == ""
+        assert (await agent.slots())[0].state is SlotState.SERVING
+        for _ in range(2):
+            assert await agent.park_engine(0, engine.incarnation, timeout_s=20) == ""
+        status = (await agent.slots())[0]
+        assert (status.state, status.pid) == (SlotState.PARKED, engine.pid)
+        assert (status.incarnation, status.held_by) == ("", "")
+        again = await start(agent, 0, "b", epoch=2)
+        assert (again.tier, again.pid) == (Tier.PARKED, engine.pid)
+        assert again.incarnation != engine.incarnation
+        assert again.fell_through == ()
+
+    on_agent(body)
+
+
+def test_slot_asked_for_another_tier_loses_its_parked_engine(
+    on_agent: Callable[[Body], None],
+) -> None:
+    async def body(agent: Agent) -> None:
+        engine = await start(agent, 0, "a")
+        await agent.park_engine(0, engine.incarnation, timeout_s=20)
+        cold = await start(agent, 0, "b", tiers=(Tier.COLD,))
+        assert cold.tier is Tier.COLD
+        assert cold.pid != engine.pid
+        await agent.stop_engine(0, cold.incarnation)
+        assert (await agent.slots())[0].state is SlotState.FREE
 
     on_agent(body)

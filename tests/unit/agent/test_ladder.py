@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_elastic.agent.base import Tier
-from dynamo_elastic.agent.ladder import Fall, Obstacle, Why, choose
+from dynamo_elastic.agent.ladder import Fall, Obstacle, Why, above, choose
 
 TIERS = st.sampled_from(list(Tier))
 OBSTACLES = st.builds(Obstacle, st.sampled_from(list(Why)), st.text())
@@ -25,3 +25,10 @@ def test_every_wanted_tier_is_a_rung_or_has_a_reason(
     ladder = choose(wanted, obstacles)
     assert list(ladder.rungs) == [t for t in Tier if t in wanted and t not in obstacles]
     assert set(ladder.falls) == {Fall(t, obstacles[t]) for t in wanted if t in obstacles}
+
+
+def test_only_better_tiers_were_fallen_through() -> None:
+    falls = [Fall(tier, Obstacle(Why.ABSENT, "none")) for tier in (Tier.PARKED, Tier.CACHED)]
+    assert above(falls, Tier.COLD) == tuple(falls)
+    assert above(falls, Tier.IMAGE) == (falls[0],)
+    assert above(falls, Tier.PARKED) == ()
