@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dynamo_elastic.agent.open_images import open_images
-from dynamo_elastic.config import DeploymentConfig, engine_shape
+from dynamo_elastic.config import DeploymentConfig, VllmEngineConfig, engine_shape
 from dynamo_elastic.coordinator.api import read_token
-from dynamo_elastic.engine.shape import read_shape
+from dynamo_elastic.engine.launch import engine_python
+from dynamo_elastic.engine.shape import CONFIG_FILE, read_shape
+from dynamo_elastic.engine.vllm.versions import check_versions, installed
 from dynamo_elastic.errors import ConfigError, ElasticError
 
 
@@ -25,7 +27,7 @@ def check_host(config: DeploymentConfig) -> int:
     faults: list[str] = []
     num_experts = 0
     try:
-        num_experts = read_shape(config.model.path).num_experts
+        num_experts = _check_engine(config)
         engine_shape(config, num_experts)
     except ConfigError as exc:
         faults += exc.faults
@@ -41,6 +43,19 @@ def check_host(config: DeploymentConfig) -> int:
     if faults:
         raise ConfigError(faults)
     return num_experts
+
+
+def _check_engine(config: DeploymentConfig) -> int:
+    """The number of experts that its ranks share; 0 for replicas. Raises ConfigError."""
+    if not isinstance(config.engine, VllmEngineConfig):
+        return read_shape(config.model.path).num_experts
+    python = engine_python(config.engine)
+    check_versions(installed(python), python)
+    if not (config.model.path / CONFIG_FILE).is_file():
+        raise ConfigError(
+            [f"model.path: {config.model.path} has no {CONFIG_FILE}; name a model directory"]
+        )
+    return 0
 
 
 def _snapshot_faults(config: DeploymentConfig) -> list[str]:
