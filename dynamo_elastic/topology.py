@@ -172,7 +172,8 @@ class ScalePlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanInput:
-    """What a plan is made from. `lost` are members whose worker is gone: they always leave."""
+    """What a plan is made from. `lost` are members whose worker is gone: they always leave.
+    `leaving` is the first to go after them, if any does."""
 
     before: Topology
     target: int
@@ -180,18 +181,20 @@ class PlanInput:
     shape: EngineShape
     candidates: Sequence[WorkerId] = ()
     lost: frozenset[WorkerId] = field(default_factory=frozenset)
+    leaving: WorkerId | None = None
 
 
 def plan_scale(given: PlanInput) -> ScalePlan:
     """Plan the move to `target` ranks.
 
     Ranks in force keep their order; joiners come after them in the order of `candidates`; leavers
-    are the lost ones, then those with the highest ranks. Raises TargetRefused if there are too few
-    candidates, nothing to do, or experts whose only holders are lost.
+    are the lost ones, then `leaving`, then those with the highest ranks. Raises TargetRefused if
+    there are too few candidates, nothing to do, or experts whose only holders are lost.
     """
     before, target = given.before, given.target
     alive = [m for m in before.members if m.worker_id not in given.lost]
-    kept = alive[:target]
+    first_to_stay = sorted(alive, key=lambda m: m.worker_id == given.leaving)
+    kept = [m for m in alive if m in first_to_stay[:target]]
     need = target - len(kept)
     fresh = [w for w in given.candidates if w not in before.worker_ids]
     if need > len(fresh):

@@ -211,7 +211,7 @@ def _follow(view: View, topology: Topology) -> Action:
     barred = barred_slots(view.suspects)
     free = tuple(w for w in status.standby() if w not in barred)
     try:
-        plan = _plan(view, topology, target.ranks, candidates=free)
+        plan = _plan(view, topology, target.ranks, candidates=free, leaving=target.leaving)
     except TargetRefused as exc:
         return Idle(exc.reason + _in_quarantine(view), view.released_s)
     return _operate(view, plan, target.source, request_id=target.request_id)
@@ -273,9 +273,10 @@ def _plan(
     lost: frozenset[WorkerId] = frozenset(),
     *,
     candidates: Sequence[WorkerId] = (),
+    leaving: WorkerId | None = None,
 ) -> ScalePlan:
     epoch = _next_epoch(view.status)
-    return plan_scale(PlanInput(before, ranks, epoch, view.shape, candidates, lost))
+    return plan_scale(PlanInput(before, ranks, epoch, view.shape, candidates, lost, leaving))
 
 
 def _next_epoch(status: Status) -> Epoch:

@@ -192,6 +192,8 @@ class TargetRecord:
     """Which of its wishes it is, say 'decision 17'."""
     supersedes: tuple[EarlierTarget, ...] = ()
     """Those before it, newest first; the last few."""
+    leaving: WorkerId | None = None
+    """If ranks leave, this one is the first of them."""
 
 
 @dataclass(frozen=True, slots=True)

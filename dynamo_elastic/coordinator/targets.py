@@ -23,6 +23,7 @@ from dynamo_elastic.coordinator.records import (
 )
 from dynamo_elastic.coordinator.store import Guard, Put, Store
 from dynamo_elastic.errors import GuardFailed, OutcomeUnknown, RequestIdTaken, StoreUnavailable
+from dynamo_elastic.types import WorkerId
 
 _PAUSE_S = 0.2
 _REMEMBERED = 8
@@ -37,14 +38,18 @@ async def request_scale(
     *,
     detail: str = "",
     request_id: str = "",
+    leaving: WorkerId | None = None,
 ) -> str:
-    """Ask for `ranks` ranks; returns the request id. The newest request wins.
+    """Ask for `ranks` ranks; returns the request id. The newest request wins. `leaving` is the
+    first to go if ranks leave.
 
     With a `request_id` that was used already nothing is written: asking twice is asking once.
     Whether the width is legal is for the coordinator to say: see wait_outcome(). Raises
     RequestIdTaken, StoreUnavailable, or OutcomeUnknown if it may still be acted on.
     """
-    wanted = TargetRecord(request_id or uuid.uuid4().hex, ranks, source, time.time(), detail)
+    wanted = TargetRecord(
+        request_id or uuid.uuid4().hex, ranks, source, time.time(), detail, leaving=leaving
+    )
     while True:
         stored = await store.get(keys.target)
         before = decode(TargetRecord, stored.value) if stored is not None else None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 
-from dynamo_elastic.dynamo.base import SYSTEM_PORT, ControlRoute, Handler, InstanceSpec, Load
+from dynamo_elastic.dynamo.base import ControlRoute, Handler, InstanceSpec, Load
 from dynamo_elastic.dynamo.seat import Seat
 from dynamo_elastic.errors import RegistrationFailed
 
@@ -31,11 +30,14 @@ class DynamoInstance:
         spec: InstanceSpec,
         handler: Handler,
         routes: Mapping[str, ControlRoute] | None = None,
+        *,
+        system_port: int = 0,
     ) -> None:
-        """`routes` are answered under /engine/control/NAME of the port in DYN_SYSTEM_PORT."""
+        """`routes` are answered under /engine/control/NAME of `system_port`, beside Dynamo's health
+        and metrics of this process. 0: none of it."""
         self._spec = spec
         self._handler = handler
-        self._main = Seat(spec, handler, routes or {}, system_port=os.environ.get(SYSTEM_PORT))
+        self._main = Seat(spec, handler, routes or {}, system_port=system_port)
         self._stand_in: Seat | None = None
 
     @property
@@ -57,7 +59,7 @@ class DynamoInstance:
     async def _replace(self, tag: str) -> None:
         """Change the card; the instance, its streams and its reports to the planner stay."""
         if self._stand_in is None:
-            self._stand_in = Seat(self._spec, self._handler, {}, system_port=None)
+            self._stand_in = Seat(self._spec, self._handler, {}, system_port=0)
         try:
             await self._stand_in.publish(tag)
             await asyncio.sleep(_SETTLE_S)

@@ -43,7 +43,7 @@ class Seat:
         handler: Handler,
         routes: Mapping[str, ControlRoute],
         *,
-        system_port: str | None,
+        system_port: int,
     ) -> None:
         self._spec = spec
         self._handler = handler
@@ -200,12 +200,12 @@ class Seat:
 
 
 @contextmanager
-def _system_port(port: str | None) -> Iterator[None]:
+def _system_port(port: int) -> Iterator[None]:
     """A runtime made meanwhile serves its routes on this port, or on none: two of one process must
     not ask for the same one."""
     before = os.environ.pop(SYSTEM_PORT, None)
-    if port is not None:
-        os.environ[SYSTEM_PORT] = port
+    if port:
+        os.environ[SYSTEM_PORT] = str(port)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
-from dynamo_elastic.config import DeploymentConfig, parse_config
+from dynamo_elastic.config import MAX_SYSTEM_PORT, DeploymentConfig, parse_config
 from dynamo_elastic.dynamo.environment import dynamo_environment
 from dynamo_elastic.dynamo.launch import frontend_argv
 from dynamo_elastic.engine.reference.make_model import write_model
@@ -58,6 +59,20 @@ def frontend(config: DeploymentConfig, directory: Path) -> Iterator[str]:
     """Dynamo's frontend; its URL. It serves the model once an instance is registered."""
     with process(config, frontend_argv(config), directory / "frontend.log"):
         yield f"http://{config.frontend.host}:{config.frontend.port}"
+
+
+def free_system_port(count: int) -> int:
+    """The first of `count` loopback ports in a row that were free a moment ago, and low enough for
+    Dynamo."""
+    for first in range(20_000 + os.getpid() % 8_000, MAX_SYSTEM_PORT - count, count):
+        if all(_is_free(first + k) for k in range(count)):
+            return first
+    raise RuntimeError(f"no {count} free ports in a row below {MAX_SYSTEM_PORT}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 async def wait_for_model(url: str) -> None:

@@ -107,6 +107,15 @@ class ServedDeployment:
             time.sleep(0.1)
         raise ElasticError(f"an operation is still under way after {timeout_s:g} s")
 
+    def wait_width(self, ranks: int, *, timeout_s: float = 60.0) -> Status:
+        """Return once `ranks` ranks are in force and nothing is under way."""
+        deadline_s = time.monotonic() + timeout_s
+        while (now := self.wait_idle(timeout_s=timeout_s)).width != ranks:
+            if time.monotonic() > deadline_s:
+                raise ElasticError(f"{now.width} ranks after {timeout_s:g} s, not {ranks}")
+            time.sleep(0.1)
+        return now
+
     def timeline(self) -> list[dict[str, Any]]:
         """Events of every operation so far."""
         path = self.config.state_dir / "timeline.jsonl"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dynamo_elastic.agent.client import AgentClient
 from dynamo_elastic.config import DeploymentConfig
-from dynamo_elastic.config_launch import add_slot, launch_parser, read_launch_line, read_slot
+from dynamo_elastic.config_launch import launch_parser, read_launch_line, read_slot
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.records import Keys, MemberRecord, MemberState
 from dynamo_elastic.dynamo.environment import dynamo_environment
@@ -21,6 +21,7 @@ from dynamo_elastic.errors import ConfigError
 from dynamo_elastic.failpoints import arm_from_environment
 from dynamo_elastic.types import WorkerId
 from dynamo_elastic.worker.base import ShellParts
+from dynamo_elastic.worker.control import ElasticControl
 from dynamo_elastic.worker.participant import Participant
 from dynamo_elastic.worker.presence import Presence
 from dynamo_elastic.worker.registration import registration
@@ -40,12 +41,16 @@ async def serve(config: DeploymentConfig, slot: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     store, agent = EtcdStore(config.etcd.urls), AgentClient(config.agent_socket)
-    desk, instance = registration(config, slot)
+    name, keys = worker_id(slot), Keys(config.deployment)
+    control = ElasticControl(
+        store, keys, name, operation_timeout_s=config.scale.operation_timeout_s
+    )
+    desk, instance = registration(config, slot, control.routes())
     parts = ShellParts(
-        worker_id=worker_id(slot),
+        worker_id=name,
         slot=slot,
         store=store,
-        keys=Keys(config.deployment),
+        keys=keys,
         agent=agent,
         registrar=instance,
         connect=lambda path: EngineClient(Path(path)),
@@ -66,8 +71,7 @@ async def serve(config: DeploymentConfig, slot: int) -> None:
 
 def main() -> None:
     """Parse arguments and run; bad settings end it with one line."""
-    parser = launch_parser("worker", "The shell of one GPU slot: Dynamo instance and participant.")
-    add_slot(parser)
+    parser = launch_parser("worker")
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

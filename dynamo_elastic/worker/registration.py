@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dynamo_elastic.config import DeploymentConfig, EngineConfig, VllmEngineConfig
-from dynamo_elastic.dynamo.base import InstanceSpec
+from dynamo_elastic.dynamo.base import ControlRoute, InstanceSpec
 from dynamo_elastic.dynamo.runtime import DynamoInstance
 from dynamo_elastic.dynamo.vllm_registrar import VllmRegistrar
 from dynamo_elastic.engine.base import SOCKET_FILE
@@ -12,14 +14,15 @@ from dynamo_elastic.worker.requests import RequestDesk
 
 
 def registration(
-    config: DeploymentConfig, slot: int
+    config: DeploymentConfig, slot: int, routes: Mapping[str, ControlRoute]
 ) -> tuple[RequestDesk, DynamoInstance | VllmRegistrar]:
     """The shell's desk for requests, and its registrar, which its caller shuts down."""
     if isinstance(config.engine, VllmEngineConfig):
         # The engine is the instance: the frontend sends it requests without us.
         return RequestDesk(max_context=0), VllmRegistrar(config.control_dir(slot) / SOCKET_FILE)
     desk = RequestDesk(config.engine.max_context)
-    return desk, DynamoInstance(_instance_spec(config, config.engine), desk.handle)
+    spec, port = _instance_spec(config, config.engine), config.system_port(slot)
+    return desk, DynamoInstance(spec, desk.handle, routes, system_port=port)
 
 
 def _instance_spec(config: DeploymentConfig, engine: EngineConfig) -> InstanceSpec:

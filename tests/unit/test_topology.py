@@ -69,6 +69,22 @@ def test_no_legal_width_at_all_is_an_error() -> None:
         legal_width(4, SHAPE, LIMITS, 1)
 
 
+@pytest.mark.parametrize(
+    ("leaving", "stay"),
+    [(None, "slot0 slot1"), ("slot0", "slot1 slot2"), ("slot2", "slot0 slot1")],
+)
+def test_who_is_named_leaves_first(leaving: str | None, stay: str) -> None:
+    named = WorkerId(leaving) if leaving is not None else None
+    plan = plan_scale(PlanInput(grown(4), 2, Epoch(2), SHAPE, leaving=named))
+    assert " ".join(plan.after.worker_ids) == stay
+    assert plan.after.missing_experts(SHAPE.num_experts) == ()
+
+
+def test_who_is_named_stays_where_nobody_leaves() -> None:
+    plan = plan_scale(PlanInput(grown(2), 4, Epoch(2), SHAPE, WORKERS, leaving=WORKERS[0]))
+    assert plan.leavers == ()
+
+
 def test_boot_places_every_expert() -> None:
     plan = plan_scale(PlanInput(Topology(Epoch(0)), 2, Epoch(1), SHAPE, WORKERS))
     assert plan.kind is Kind.BOOT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.demo.load import Load, Prompt
 from dynamo_elastic.dynamo.environment import dynamo_environment
 from dynamo_elastic.testing.deployments import asyncio_test
+from dynamo_elastic.testing.dynamo_cards import all_cards
 from dynamo_elastic.testing.dynamo_processes import (
     dynamo_deployment,
     frontend,
@@ -28,18 +28,6 @@ CLIENTS = 6
 SHORT = [Prompt(f"w{k} w{k + 1}", seed=k, max_tokens=3) for k in range(10, 13)]
 LONG = [Prompt(f"w{k} w{k + 1}", seed=k, max_tokens=80) for k in range(20, 22)]
 """Streams that are under way while the cards change."""
-
-
-async def cards(store: EtcdStore) -> dict[str, dict[str, str]]:
-    """What etcd says of each instance that has both a card and an instance key."""
-    instances = {v.key.rpartition("/")[2] for v in await store.get_prefix("v1/instances/")}
-    found = {}
-    for stored in await store.get_prefix("v1/mdc/"):
-        config = json.loads(stored.value)["card_json"]["runtime_config"]
-        assert config["data_parallel_size"] in (None, 1), "an instance is one rank"
-        found[stored.key.rpartition("/")[2]] = json.loads(config["runtime_data"]["dynamo_elastic"])
-    assert found.keys() == instances
-    return found
 
 
 @pytest.mark.parametrize("router", ["round-robin", "kv"])
@@ -58,7 +46,7 @@ async def test_no_request_fails_while_cards_change(
             with frontend(config, tmp_path) as url:
                 await asyncio.gather(*(r.join(1) for r in ranks))
                 await wait_for_model(url)
-                before = set(await cards(store))
+                before = set(await all_cards(store, config.namespace))
                 loads = [Load(url, "test", p, CLIENTS) for p in (SHORT, LONG)]
                 for load in loads:
                     load.start()
@@ -66,7 +54,7 @@ async def test_no_request_fails_while_cards_change(
                 for epoch in range(2, 2 + CHANGES):
                     # All at once, as after a commit.
                     await asyncio.gather(*(r.join(epoch) for r in ranks))
-                    now = await cards(store)
+                    now = await all_cards(store, config.namespace)
                     assert set(now) == before, "ids stay, and no stand-in is left"
                     assert {c["epoch"] for c in now.values()} == {str(epoch)}
                 for load in loads:
