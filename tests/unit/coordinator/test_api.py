@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ from typing import Any
 import aiohttp
 import jsonschema
 import pytest
+import yaml
 
 from dynamo_elastic.config import ApiConfig
 from dynamo_elastic.coordinator.api import ApiServer, read_token
 from dynamo_elastic.coordinator.api_routes import ROUTES, openapi
+from dynamo_elastic.coordinator.api_views import in_use
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
 from dynamo_elastic.coordinator.records import Keys, WarningRecord, encode
 from dynamo_elastic.coordinator.store import Put, Versioned
@@ -207,6 +210,53 @@ async def test_a_slot_is_safe_to_delete_only_after_the_commit_that_released_it()
 async def deletable(client: Client) -> list[str]:
     body = await client.ask("GET", "/v1/safe-to-delete", 200)
     return [slot["worker"] for slot in body["slots"]]
+
+
+def test_pods_that_keda_deletes_are_never_in_use(tmp_path: Path) -> None:
+    """The trigger of examples/keda against the API, its answers put through the autoscaler's
+    formula, and the highest pods deleted as a StatefulSet does."""
+    example = Path(__file__).parents[3] / "examples" / "keda" / "scaledobject.yaml"
+    scaled, _ = yaml.safe_load_all(example.read_text())
+    trigger = scaled["spec"]["triggers"][0]["metadata"]
+    assert (trigger["authMode"], trigger["targetValue"]) == ("bearer", "1")
+    path = "/" + trigger["url"].split("/", 3)[3]
+    token = tmp_path / "token"
+    token.write_text("keda-1")
+    token.chmod(0o600)
+    headers = {"Authorization": "Bearer keda-1", "User-Agent": "Go-http-client/1.1"}
+
+    @asyncio_test
+    async def main() -> None:
+        async with served() as (here, _), api(here, token_file=token) as client:
+
+            async def replicas() -> int:
+                body = await client.ask("GET", path, 200, headers=headers)
+                value = body[trigger["valueLocation"]]
+                return int(math.ceil(value / float(trigger["targetValue"])))
+
+            async def until(wanted: int) -> set[int]:
+                """The counts that KEDA sees until the width is `wanted` and all is done."""
+                seen = set()
+                async with asyncio.timeout(TIMEOUT_S):
+                    while True:
+                        count = await replicas()
+                        seen.add(count)
+                        status = await here.status()
+                        used = [status.members[w].slot for w in in_use(status)]
+                        assert wanted == 4 or max(used) < count, "a pod in use would go"
+                        if status.width == wanted and status.operation is None:
+                            return seen | {await replicas()}
+
+            await request_scale(here.store, here.keys, 4, "planner")
+            assert await until(4) <= {2, 4}
+            here[3].script = Script({Step.PARK: Misbehaviour.LATE})
+            await request_scale(here.store, here.keys, 2, "planner")
+            assert await until(2) == {4, 2}
+            for slot in range(await replicas(), 4):
+                await here[slot].die()
+            assert (await here.until(2, timeout_s=TIMEOUT_S)).width == 2
+
+    main()
 
 
 @asyncio_test
