@@ -231,8 +231,8 @@ def test_pods_that_keda_deletes_are_never_in_use(tmp_path: Path) -> None:
 
             async def replicas() -> int:
                 body = await client.ask("GET", path, 200, headers=headers)
-                value = body[trigger["valueLocation"]]
-                return int(math.ceil(value / float(trigger["targetValue"])))
+                value: float = body[trigger["valueLocation"]]
+                return math.ceil(value / float(trigger["targetValue"]))
 
             async def until(wanted: int) -> set[int]:
                 """The counts that KEDA sees until the width is `wanted` and all is done."""
