@@ -22,10 +22,11 @@ from dynamo_elastic.errors import ElasticError, EngineError
 from dynamo_elastic.metrics import Metrics
 from dynamo_elastic.snapshot.fingerprint import mismatches
 from dynamo_elastic.snapshot.gpu import Gpu
-from dynamo_elastic.snapshot.process import alive
+from dynamo_elastic.snapshot.process import alive, kill_session
 from dynamo_elastic.types import Incarnation
 
 DISABLED = "parking is off (snapshot.parked.enabled)"
+_REMAINS_TIMEOUT_S = 5.0
 _NONE_PARKED = Obstacle(Why.ABSENT, "no engine is parked in the slot")
 _log = logging.getLogger(__name__)
 
@@ -258,6 +259,10 @@ class Slots:
         """The process in the slot is gone, and nobody here has ended it."""
         _log.error("slot %d: the %s engine ended by itself", slot.number, slot.state.value)
         slot.unwatch()
+        record = slot.engine or slot.parked
+        if record is not None:
+            # Now, and not beside a start: descendants have pids that the slot's images need.
+            kill_session(record.process, timeout_s=_REMAINS_TIMEOUT_S)
         if slot.parked is not None:
             self._count_eviction(slot.number, Eviction.DIED)
         self._forget(slot)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config import DeploymentConfig, VllmEngineConfig
 from dynamo_elastic.config_launch import CONFIG_FLAG, SLOT_FLAG
 from dynamo_elastic.dynamo.environment import dynamo_environment
 from dynamo_elastic.dynamo.launch import frontend_argv, planner_argv, planner_environment
+from dynamo_elastic.engine.launch import engine_python
 from dynamo_elastic.serve.processes import ProcessSpec
 
 
 def absolute(config: DeploymentConfig) -> DeploymentConfig:
     """Children run elsewhere: make every path of the settings absolute."""
     model = config.model.model_copy(update={"path": config.model.path.resolve()})
+    engine = config.engine
+    if isinstance(engine, VllmEngineConfig):
+        engine = engine.model_copy(update={"python": engine_python(engine)})
     catalog = config.snapshot.catalog.resolve()
     api = config.coordinator.api
     token_file = api.token_file.resolve() if api.token_file else None
@@ -22,6 +26,7 @@ def absolute(config: DeploymentConfig) -> DeploymentConfig:
     return config.model_copy(
         update={
             "model": model,
+            "engine": engine,
             "snapshot": config.snapshot.model_copy(update={"catalog": catalog}),
             "coordinator": config.coordinator.model_copy(update={"api": api}),
             "run_dir": config.run_dir.resolve(),
