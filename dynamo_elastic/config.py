@@ -256,7 +256,9 @@ class PlannerConfig(_Section):
     """Dynamo's planner, deciding in its `virtual` environment."""
 
     enabled: bool = True
-    """`serve` starts the planner, and its decisions are targets."""
+    """The planner's decisions are targets."""
+    start: bool = True
+    """`serve` starts the planner; false: one that runs already is followed."""
     control_port: Port = 9086
     """Port of its control API, on loopback."""
     interval_s: int = Field(default=2, ge=1)
@@ -344,7 +346,7 @@ SETTINGS = settings_of(DeploymentConfig)
 
 def _port_faults(config: DeploymentConfig) -> list[str]:
     used = {"frontend.port": config.frontend.port} if config.frontend.enabled else {}
-    if config.planner.enabled:
+    if config.planner.enabled and config.planner.start:
         used["planner.control_port"] = config.planner.control_port
     if config.coordinator.api.port:
         used["coordinator.api.port"] = config.coordinator.api.port

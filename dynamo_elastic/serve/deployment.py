@@ -207,14 +207,18 @@ async def _start_workers(
 
 async def _start_planner(builder: _Builder, deployment: Deployment, num_experts: int) -> None:
     config, supervisor = builder.config, builder.supervisor
-    builder.say("starting the planner")
     spec = plan.planner_spec(config)
-    ready = http_ok(f"http://127.0.0.1:{config.planner.control_port}/v1/min-endpoints")
-    await builder.launch(spec, ready, _PLANNER_TIMEOUT_S)
+    if config.planner.start:
+        builder.say("starting the planner")
+        ready = http_ok(f"http://127.0.0.1:{config.planner.control_port}/v1/min-endpoints")
+        await builder.launch(spec, ready, _PLANNER_TIMEOUT_S)
 
     async def start_over(reason: str) -> None:
         # The planner waits for the width that it wanted, and for nothing else, until it is new.
-        await supervisor.restart(spec.name)
+        if config.planner.start:
+            await supervisor.restart(spec.name)
+        else:
+            builder.say(f"the planner waits until it is started anew: {reason}")
 
     watcher = PlannerWatcher(
         deployment.store,

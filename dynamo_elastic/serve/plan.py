@@ -48,7 +48,7 @@ def processes(config: DeploymentConfig, num_experts: str) -> list[ProcessSpec]:
         specs.append(frontend_spec(config))
     specs += [shell_spec(config, file, slot) for slot in range(config.scale.max_ranks)]
     specs.append(coordinator_spec(config, file, num_experts))
-    if config.planner.enabled:
+    if config.planner.enabled and config.planner.start:
         specs.append(planner_spec(config))
     return specs
 

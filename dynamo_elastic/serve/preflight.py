@@ -72,7 +72,7 @@ def _port_faults(config: DeploymentConfig) -> list[str]:
     wanted = {}
     if config.frontend.enabled:
         wanted["frontend.port"] = (config.frontend.host, config.frontend.port)
-    if config.planner.enabled:
+    if config.planner.enabled and config.planner.start:
         wanted["planner.control_port"] = ("127.0.0.1", config.planner.control_port)
     api = config.coordinator.api
     if api.port:

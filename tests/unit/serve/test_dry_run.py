@@ -50,6 +50,11 @@ def test_parts_that_are_off_are_not_shown(tmp_path: Path) -> None:
     assert "export ETCD_ENDPOINTS=http://10.0.0.5:2379" in exports
 
 
+def test_a_planner_that_runs_already_is_not_started(tmp_path: Path) -> None:
+    config = deployment(tmp_path, planner={"start": False, "control_port": 8000})
+    assert "planner" not in [s.name for s in plan.processes(config, "N")]
+
+
 def test_the_output_is_a_shell_script(tmp_path: Path) -> None:
     script = "\n".join(line for line, _ in dry_run(deployment(tmp_path)))
     checked = subprocess.run(
