@@ -129,7 +129,7 @@ def test_image_moves_and_is_pruned(cli: Cli) -> None:
     image = json.loads(out)[0]["image_id"]
     # Not on a terminal: a line for each phase.
     assert [line for line in err.splitlines() if line.startswith("slot 0: ")] == [
-        f"slot 0: {phase}" for phase in ("boot", "inspect", "dump", "store", "done")
+        f"slot 0: {phase}" for phase in ("boot", "inspect", "freeze", "dump", "store", "done")
     ]
     archive = cli.directory / "image.tar"
     _, out, _ = cli.run("export", image, str(archive), *file, "--json")
