@@ -258,10 +258,11 @@ class PeerAgent:
             self._listener.close()
             self._listener = None
             self._path.unlink(missing_ok=True)
-        with self._sources_lock:
-            for _, connection in self._sources:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_WR)
+        if self.mapped_by:
+            with self._sources_lock:
+                for _, connection in self._sources:
+                    with suppress(OSError):
+                        connection.shutdown(socket.SHUT_WR)
 
     def _holds(self, span: Span) -> bool:
         end = span.address + span.size_bytes

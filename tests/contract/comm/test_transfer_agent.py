@@ -1,4 +1,4 @@
-"""What every TransferAgent keeps: run on the fake, and on NIXL over host memory."""
+"""What every TransferAgent keeps: on the fake, on NIXL, and by mapped chunks, over host memory."""
 
 from __future__ import annotations
 
@@ -16,46 +16,61 @@ from typing import Any, NamedTuple
 import pytest
 
 from dynamo_elastic.comm.base import MemoryKind, Span, Transfer, TransferAgent, TransferState
+from dynamo_elastic.comm.peer_push import PeerAgent
 from dynamo_elastic.comm.weights import digest
 from dynamo_elastic.errors import TransferError
 from dynamo_elastic.memory.arena import HostArena, layout
+from dynamo_elastic.testing.peer_push import HostCopyEngine, HostSharedArena
 from dynamo_elastic.testing.transfer import FakeFabric, FakeTransferAgent
 
 SIZE_BYTES = 1 << 16
 HALF = SIZE_BYTES // 2
+CHUNK_BYTES = SIZE_BYTES // 4
 
 
 class End(NamedTuple):
     agent: TransferAgent
-    arena: HostArena
-
-    @property
-    def memory(self) -> memoryview:
-        return self.arena.view(self.arena.regions[0])
+    address: int
+    memory: memoryview
+    keep: object
+    """What holds the memory."""
 
     def span(self, start: int = 0, size_bytes: int = SIZE_BYTES) -> Span:
-        return Span(self.arena.address + start, size_bytes)
+        return Span(self.address + start, size_bytes)
 
 
-Make = Callable[[str], TransferAgent]
+Make = Callable[[str], End]
 
 
-@pytest.fixture(params=["fake", pytest.param("nixl", marks=pytest.mark.nixl)])
-def make(request: pytest.FixtureRequest) -> Make:
+def on_private_memory(agent: TransferAgent) -> End:
+    arena = HostArena(layout([("all", SIZE_BYTES)]))
+    agent.register(Span(arena.address, arena.size_bytes))
+    return End(agent, arena.address, arena.view(arena.regions[0]), arena)
+
+
+def on_shared_memory(agent: PeerAgent) -> End:
+    arena = HostSharedArena(SIZE_BYTES, CHUNK_BYTES)
+    agent.register(arena.span)
+    agent.offer(arena.span, arena.export_chunks)
+    return End(agent, arena.span.address, arena.view(), arena)
+
+
+@pytest.fixture(params=["fake", pytest.param("nixl", marks=pytest.mark.nixl), "peer"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     if request.param == "fake":
         fabric = FakeFabric()
-        return lambda name: FakeTransferAgent(name, fabric)
+        return lambda name: on_private_memory(FakeTransferAgent(name, fabric))
+    if request.param == "peer":
+        return lambda name: on_shared_memory(PeerAgent(name, HostCopyEngine(), tmp_path))
     from dynamo_elastic.comm.nixl_agent import NixlAgent
 
-    return NixlAgent
+    return lambda name: on_private_memory(NixlAgent(name))
 
 
 @pytest.fixture
 def ends(make: Make) -> Iterator[tuple[End, End]]:
     """A sender, its memory full of sevens, and a receiver that it knows, its memory zero."""
-    pair = tuple(End(make(n), HostArena(layout([("all", SIZE_BYTES)]))) for n in ("tx", "rx"))
-    for end in pair:
-        end.agent.register(Span(end.arena.address, end.arena.size_bytes))
+    pair = (make("tx"), make("rx"))
     sender, receiver = pair
     sender.memory[:] = b"\x07" * SIZE_BYTES
     sender.agent.add_remote(receiver.agent.metadata())
