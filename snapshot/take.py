@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ from dynamo_elastic.snapshot.base import (
     first_pid,
 )
 from dynamo_elastic.snapshot.catalog import Catalog
-from dynamo_elastic.snapshot.cuda_findings import cuda_findings, report_findings
+from dynamo_elastic.snapshot.cuda_findings import holder_findings
 from dynamo_elastic.snapshot.fingerprint import Fingerprint
 from dynamo_elastic.snapshot.freeze import cuda_processes, freeze
 from dynamo_elastic.snapshot.gpu import NO_GPU, Gpu, devices_of_all
@@ -112,20 +112,21 @@ def _take(
         process = namespace.spawn(request.command, pid=first_pid(request.slot))
         engine = _wait_ready(process, control_dir, request)
 
-        track.to(TakePhase.INSPECT)
-        holders = cuda_processes(process, gpu.driver)
-        _check_holders(process, holders, request.allowed, engine)
+        with _unless_ended(process, request.slot):
+            track.to(TakePhase.INSPECT)
+            holders = cuda_processes(process, gpu.driver)
+            _check_holders(process, holders, request.allowed, engine)
 
-        track.to(TakePhase.FREEZE)
-        gpu_state, gained = _freeze(holders, gpu, request.dump_timeout_s)
-        check_quiescent(process, request.allowed)
-        root_pid = namespace_pid(process.pid)
-        thread_ids = tuple(sorted(t for pid in tree_of(process.pid) for t in threads_of(pid)))
+            track.to(TakePhase.FREEZE)
+            gpu_state, gained = _freeze(holders, gpu, request.dump_timeout_s)
+            check_quiescent(process, request.allowed)
+            root_pid = namespace_pid(process.pid)
+            thread_ids = tuple(sorted(t for pid in tree_of(process.pid) for t in threads_of(pid)))
 
-        track.to(TakePhase.DUMP)
-        image_id = _new_image_id(request.slot)
-        draft = stack.enter_context(catalog.draft(image_id))
-        imager.dump(process, draft.directory, namespace, timeout_s=request.dump_timeout_s)
+            track.to(TakePhase.DUMP)
+            image_id = _new_image_id(request.slot)
+            draft = stack.enter_context(catalog.draft(image_id))
+            imager.dump(process, draft.directory, namespace, timeout_s=request.dump_timeout_s)
         failpoint("take.dumped")
 
         track.to(TakePhase.STORE)
@@ -150,6 +151,17 @@ def _take(
         return manifest
 
 
+@contextmanager
+def _unless_ended(process: ProcessRef, slot: int) -> Iterator[None]:
+    """What fails in here because the process has ended is no error of whoever looked at it."""
+    try:
+        yield
+    except OSError as exc:
+        if alive(process):
+            raise
+        raise SnapshotError(f"the engine of slot {slot} ended as its image was made") from exc
+
+
 def _check_holders(
     process: ProcessRef,
     holders: Sequence[ProcessRef],
@@ -157,11 +169,10 @@ def _check_holders(
     engine: Mapping[str, Any],
 ) -> None:
     """Raises NotQuiescent with all that is in the way, as long as it is on its GPU."""
-    findings = [*quiescence_findings(process, replace(allowed, gpu=bool(holders)))]
-    for holder in holders:
-        findings += cuda_findings(holder.pid)
-    if holders:
-        findings += report_findings(engine)
+    findings = [
+        *quiescence_findings(process, replace(allowed, gpu=bool(holders))),
+        *holder_findings(holders, engine),
+    ]
     if findings:
         raise NotQuiescent(findings)
 

@@ -23,11 +23,13 @@ from dynamo_elastic.errors import (
     SnapshotError,
     SnapshotMismatch,
 )
+from dynamo_elastic.snapshot.base import TakePhase
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.criu import Criu
 from dynamo_elastic.snapshot.namespace import create_namespace
 from dynamo_elastic.snapshot.process import alive, kill_and_wait
 from dynamo_elastic.testing.deployments import deployment, standin_argv
+from dynamo_elastic.testing.gpu_world import wait_for_process
 
 pytestmark = [pytest.mark.root, pytest.mark.criu]
 
@@ -80,6 +82,18 @@ def test_foreign_descriptors_are_refused(config: DeploymentConfig, flag: str, re
 def test_engine_that_crashes_leaves_no_image(config: DeploymentConfig) -> None:
     with pytest.raises(SnapshotError, match="planted crash"):
         open_images(config, "--crash").create(0)
+
+
+def test_engine_that_ends_as_it_is_looked_at_leaves_no_image(config: DeploymentConfig) -> None:
+    def end_it(_: int, phase: TakePhase) -> None:
+        if phase is TakePhase.FREEZE:
+            engine = wait_for_process("standin_engine", str(config.control_dir(0)), timeout_s=5)
+            kill_and_wait(engine, timeout_s=5)
+
+    images = open_images(config)
+    with pytest.raises(SnapshotError, match="ended as its image was made"):
+        images.create(0, end_it)
+    assert images.catalog.entries() == {}
 
 
 def test_image_of_another_model_is_not_run(config: DeploymentConfig) -> None:
