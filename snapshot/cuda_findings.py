@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dynamo_elastic.errors import NotQuiescent
@@ -53,12 +53,20 @@ def is_driver_device(path: str) -> bool:
     return _DRIVER_DEVICE.match(path) is not None
 
 
-def check_parkable(processes: Iterable[ProcessRef]) -> None:
+def check_parkable(processes: Sequence[ProcessRef], engine: Mapping[str, Any]) -> None:
     """Return if all of them, which hold CUDA, may leave their GPU. Raises NotQuiescent with every
-    finding."""
-    findings = [finding for process in processes for finding in cuda_findings(process.pid)]
+    finding. `engine`: what it says of itself."""
+    findings = tuple(holder_findings(processes, engine))
     if findings:
         raise NotQuiescent(findings)
+
+
+def holder_findings(processes: Sequence[ProcessRef], engine: Mapping[str, Any]) -> Iterator[str]:
+    """All that is in the way of those processes, which hold CUDA; nothing if there are none."""
+    for process in processes:
+        yield from cuda_findings(process.pid)
+    if processes:
+        yield from report_findings(engine)
 
 
 def cuda_findings(pid: int) -> Iterator[str]:

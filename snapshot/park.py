@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dynamo_elastic.errors import EngineGone, ProcessesLost
 from dynamo_elastic.failpoints import failpoint
@@ -39,10 +40,12 @@ def park(
     driver: CudaDriver,
     inventory: GpuInventory,
     *,
+    engine: Mapping[str, Any],
     timeout_s: float,
     kill: Kill = kill_lost,
 ) -> ParkedReport:
-    """The process holds no GPU. Its engine must have let go of peers, agents and buffers.
+    """The process holds no GPU. Its engine must have let go of peers, agents and buffers; `engine`:
+    what it says of itself, see cuda_findings.REPORT.
 
     Raises NotQuiescent (what it still holds) or CudaError (it could not be locked): it runs as
     before. Raises ProcessesLost if it could not be checkpointed, or its memory was not free at the
@@ -50,7 +53,7 @@ def park(
     """
     deadline = time.monotonic() + timeout_s
     frozen = cuda_processes(process, driver)
-    check_parkable(frozen)
+    check_parkable(frozen, engine)
     device_bytes = devices_of_all(inventory, frozen)
     timings_s = freeze(frozen, driver, timeout_s=timeout_s, kill=kill)
     failpoint("park.frozen")

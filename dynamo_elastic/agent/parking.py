@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 
@@ -34,9 +35,10 @@ async def park_engine(
     await _detach(control_dir / SOCKET_FILE, timeout_s=timeout_s - _MARGIN_S)
     failpoint("agent.engine_detached")
     await wait_detached(control_dir, record.process, deadline)
+    engine = json.loads((control_dir / DETACHED_FILE).read_text())
     left_s = deadline - asyncio.get_running_loop().time()
     report = await asyncio.to_thread(
-        park, record.process, gpu.driver, gpu.inventory, timeout_s=left_s
+        park, record.process, gpu.driver, gpu.inventory, engine=engine, timeout_s=left_s
     )
     if not alive(record.process):
         raise EngineGone("the engine ended when it was parked")

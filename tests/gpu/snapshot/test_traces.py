@@ -12,6 +12,7 @@ from dynamo_elastic.snapshot.nvml import Nvml
 from dynamo_elastic.snapshot.park import park, unpark
 from dynamo_elastic.snapshot.process import PROC
 from dynamo_elastic.testing.cuda_victim import MEMORY_BYTES, CudaVictim
+from dynamo_elastic.testing.snapshot_world import CLEAN
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -39,7 +40,7 @@ def test_off_its_gpu_nothing_of_the_driver_is_open_or_mapped() -> None:
         before = inventory.used_bytes(victim.pid)
         assert before is not None
         assert before > MEMORY_BYTES
-        parked = park(victim.process, driver, inventory, timeout_s=TIMEOUT_S)
+        parked = park(victim.process, driver, inventory, engine=CLEAN, timeout_s=TIMEOUT_S)
         assert parked.gpu_bytes == 0
         assert parked.host_bytes > MEMORY_BYTES
         assert unexpected(victim, gpu=False) == []

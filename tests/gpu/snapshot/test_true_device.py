@@ -11,6 +11,7 @@ from dynamo_elastic.snapshot.gpu import true_devices
 from dynamo_elastic.snapshot.nvml import Nvml
 from dynamo_elastic.snapshot.park import park, unpark
 from dynamo_elastic.testing.cuda_victim import CudaVictim
+from dynamo_elastic.testing.snapshot_world import CLEAN
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -26,7 +27,7 @@ def test_true_device_of_a_process_that_was_moved() -> None:
     with CudaVictim(visible=first.uuid) as victim:
         assert true_devices(inventory, victim.pid)[0].uuid == first.uuid
 
-        parked = park(victim.process, driver, inventory, timeout_s=TIMEOUT_S)
+        parked = park(victim.process, driver, inventory, engine=CLEAN, timeout_s=TIMEOUT_S)
         assert true_devices(inventory, victim.pid) == ()
         unpark(parked, driver, inventory, gpu_map=swapped, timeout_s=TIMEOUT_S)
 
@@ -36,7 +37,7 @@ def test_true_device_of_a_process_that_was_moved() -> None:
         assert f"GPU-{UUID(said)}" == first.uuid
         assert victim.ask("check") == "right"
 
-        parked = park(victim.process, driver, inventory, timeout_s=TIMEOUT_S)
+        parked = park(victim.process, driver, inventory, engine=CLEAN, timeout_s=TIMEOUT_S)
         unpark(parked, driver, inventory, gpu_map=swapped, timeout_s=TIMEOUT_S)
         assert true_devices(inventory, victim.pid)[0].uuid == first.uuid
         assert victim.ask("check") == "right"

@@ -19,6 +19,7 @@ from dynamo_elastic.snapshot.cuda_findings import (
     trace_findings,
 )
 from dynamo_elastic.snapshot.process import identify
+from dynamo_elastic.testing.snapshot_world import CLEAN
 
 # As /proc/PID/maps shows a process with a context, and one more mapping of a given size.
 MAPS = """\
@@ -114,9 +115,12 @@ def test_a_real_process_is_looked_at() -> None:
             first, second = identify(good.pid), identify(bad.pid)
             assert first is not None
             assert second is not None
-            check_parkable([first])
+            check_parkable([first], CLEAN)
             with pytest.raises(NotQuiescent) as caught:
-                check_parkable([first, second])
+                check_parkable([first, second], CLEAN)
             assert len(caught.value.findings) == 1
+            with pytest.raises(NotQuiescent, match="does not say"):
+                check_parkable([first], {})
+            check_parkable([], {})
             bad.kill()
         good.kill()

@@ -30,6 +30,7 @@ from dynamo_elastic.snapshot.process import (
     kill_tree,
 )
 from dynamo_elastic.testing.cuda import GIB, FakeCudaProcess, FakeGpuHost, fake_gpus
+from dynamo_elastic.testing.snapshot_world import CLEAN
 
 
 class SlowToRelease(FakeGpuHost):
@@ -53,7 +54,7 @@ class Engine:
     host: SlowToRelease
 
     def park(self, timeout_s: float = 1) -> ParkedReport:
-        return park(self.process, self.host, self.host, timeout_s=timeout_s)
+        return park(self.process, self.host, self.host, engine=CLEAN, timeout_s=timeout_s)
 
     def unpark(self, parked: ParkedReport, gpu_map: dict[str, str] | None = None) -> None:
         unpark(parked, self.host, self.host, gpu_map=gpu_map, timeout_s=1)
@@ -113,7 +114,7 @@ def test_parked_tree_holds_no_gpu_and_comes_back(engine: Engine) -> None:
 
 def test_process_without_cuda_is_parked_by_doing_nothing(engine: Engine) -> None:
     none = NoGpu()
-    parked = park(engine.process, none, none, timeout_s=1)
+    parked = park(engine.process, none, none, engine=CLEAN, timeout_s=1)
     assert (parked.frozen, parked.gpu_bytes, parked.device_bytes) == ((), 0, {})
     unpark(parked, none, none, timeout_s=1)
     assert alive(engine.process)
@@ -133,6 +134,13 @@ def test_engine_that_keeps_ipc_imports_cached_is_refused_before_it_is_locked() -
             engine.park()
         assert engine.host.calls == []
         kill_tree(shell.pid, timeout_s=5)
+
+
+def test_engine_that_says_it_holds_imports_is_refused(engine: Engine) -> None:
+    said = {"cuda": {**CLEAN["cuda"], "ipc_imports": 1}}
+    with pytest.raises(NotQuiescent, match="imported from other processes"):
+        park(engine.process, engine.host, engine.host, engine=said, timeout_s=1)
+    assert engine.host.calls == []
 
 
 def test_busy_engine_runs_on(engine: Engine) -> None:
