@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+from dynamo_elastic.engine.renew import adopt_standard_files
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.testing.gpu_settings import parse
 
@@ -19,10 +20,9 @@ def main() -> None:
     settings = parse()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
-        from dynamo_elastic.engine.renew import adopt_standard_files
+        adopt_standard_files()
         from dynamo_elastic.testing.gpu_engine import run
 
-        adopt_standard_files()
         run(settings)
     except ElasticError as exc:
         _log.error("engine ends: %s", exc)

@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -29,7 +30,10 @@ def run_isolated(
     `after` looks, in this process, for what was left behind: its text, if any, fails the item."""
     began_s = time.time()
     read, write = os.pipe()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        # Of threads: ours are idle pools of libraries, which know what a fork is.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
         os.close(read)
         _child(item, write)

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
+from dynamo_elastic.testing.gpu_meter import Meter
 from dynamo_elastic.testing.gpu_world import WORLD, end_leftovers, leftovers
 from dynamo_elastic.testing.isolated import run_isolated
 
-_DEADLINE_S = 110.0
+_DEADLINE_S = 95.0
 """Below the timeout of pytest itself, which can't end a process that hangs in the driver."""
 _TOLERANCE_MIB = 64
+_RELEASE_S = 5.0
+_POLL_S = 0.05
+_METER = pytest.StashKey[Meter]()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     directory = os.environ.pop(WORLD, None)
     if directory is not None:
         end_leftovers(Path(directory))
         shutil.rmtree(directory, ignore_errors=True)
+    if _METER in config.stash:
+        config.stash[_METER].close()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,14 +37,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         return None
     if WORLD not in os.environ:
         os.environ[WORLD] = tempfile.mkdtemp(prefix="de-gpu-")
-    before = _used_mib()
+    world = Path(os.environ[WORLD])
+    if _METER not in item.config.stash:
+        item.config.stash[_METER] = Meter()
+    meter = item.config.stash[_METER]
+    before = meter.used_mib()
 
     def after() -> str:
-        world = Path(os.environ[WORLD])
         found = leftovers(world)
         end_leftovers(world)
-        grown = [now - was for now, was in zip(_used_mib(), before, strict=True)]
-        if any(mib > _TOLERANCE_MIB for mib in grown):
+        grown = _grown(meter, before)
+        if grown:
             found.append(f"GPU memory in use has grown by {grown} MiB")
         return "; ".join(found)
 
@@ -49,8 +58,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     return True
 
 
-def _used_mib() -> list[int]:
-    """Of each GPU, asked in another process: NVML does not survive a fork."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-    return [int(line) for line in done.stdout.split()]
+def _grown(meter: Meter, before: list[int]) -> list[int]:
+    """By GPU, if any holds more for good than it did; the driver takes a moment to free memory."""
+    deadline = time.monotonic() + _RELEASE_S
+    while True:
+        grown = [now - was for now, was in zip(meter.used_mib(), before, strict=True)]
+        if not any(mib > _TOLERANCE_MIB for mib in grown):
+            return []
+        if time.monotonic() > deadline:
+            return grown
+        time.sleep(_POLL_S)

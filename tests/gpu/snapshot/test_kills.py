@@ -35,8 +35,8 @@ from dynamo_elastic.testing.gpu_world import (
 pytestmark = [pytest.mark.gpu(1), pytest.mark.root, pytest.mark.criu]
 
 _TARGET = (PROGRAM, "slots/0")
-_CRIU_DUMP = ("criu", " dump ")
-_CRIU_RESTORE = ("criu", " restore ")
+_CRIU_DUMP = ("--library-path", "criu", " dump ")
+_CRIU_RESTORE = ("--library-path", "criu", " restore ")
 _SOON_S = 30.0
 
 
