@@ -88,7 +88,11 @@ class Cuda:
             raise _no_answer("query", pid)
         if answer[0] != self._driver.CUresult.CUDA_SUCCESS:
             raise self._error("query", pid, answer[0])
-        return _STATES[int(answer[1])]
+        state = _STATES.get(int(answer[1]))
+        if state is None:
+            why = f"the driver answers with a state that we do not know, {answer[1]}"
+            raise CudaError("query", pid, code=0, name="", state=None, why=why)
+        return state
 
     def lock(self, pid: int, *, timeout_s: float) -> None:
         args = self._driver.CUcheckpointLockArgs()
@@ -148,8 +152,9 @@ class Cuda:
     def _error(self, operation: str, pid: int, result: Any) -> CudaError:
         answer = self._query(self._driver.cuCheckpointProcessGetState, pid)
         known = answer is not None and answer[0] == self._driver.CUresult.CUDA_SUCCESS
-        state = _STATES[int(answer[1])] if answer is not None and known else None
-        timed_out = result == self._driver.CUresult.CUDA_ERROR_NOT_READY
+        state = _STATES.get(int(answer[1])) if answer is not None and known else None
+        not_ready = result == self._driver.CUresult.CUDA_ERROR_NOT_READY
+        timed_out = operation == CudaOperation.LOCK and not_ready
         kind = CudaTimeout if timed_out else CudaError
         why = f"its work did not end in time ({result.name})" if timed_out else ""
         return kind(operation, pid, code=int(result), name=result.name, state=state, why=why)

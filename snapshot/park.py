@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_elastic.errors import EngineGone, ProcessesLost
+from dynamo_elastic.errors import EngineGone, ProcessesLost, ResourceMissing
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.snapshot.base import CudaDriver, CudaState, GpuInventory
 from dynamo_elastic.snapshot.cuda_findings import check_parkable
@@ -16,6 +16,7 @@ from dynamo_elastic.snapshot.gpu import check_free, devices_of_all
 from dynamo_elastic.snapshot.gpu_map import moves
 from dynamo_elastic.snapshot.process import ProcessRef, alive, memory_of
 
+_NEWER_DRIVER = "bring it back onto its own GPU, or install a driver from 580 on"
 _POLL_S = 0.01
 
 
@@ -106,6 +107,8 @@ def unpark(
     if parked.frozen:
         uuids = [gpu.uuid for gpu in inventory.gpus()]
         moved = moves(gpu_map, uuids, parked.process.pid)
+        if moved and not driver.capabilities().gpu_map:
+            raise ResourceMissing("this driver can't move processes", remedy=_NEWER_DRIVER)
         needed = {moved.get(uuid, uuid): size for uuid, size in parked.device_bytes.items()}
         check_free(inventory, needed)
         failpoint("unpark.checked")

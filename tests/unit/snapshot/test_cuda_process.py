@@ -92,6 +92,13 @@ def test_every_state_of_the_driver_is_known(host: FakeGpuHost, state: CudaState)
     assert names == [member.value for member in CudaState]
 
 
+def test_state_of_a_later_driver_is_an_error(host: FakeGpuHost) -> None:
+    driver = Cuda.open(FakeBindings(host))
+    driver._driver.cuCheckpointProcessGetState = lambda pid: (bindings.CUresult.CUDA_SUCCESS, 9)
+    with pytest.raises(CudaError, match="a state that we do not know, 9"):
+        driver.state(PID)
+
+
 def test_a_failure_says_what_why_and_where_it_is_left(host: FakeGpuHost) -> None:
     driver = Cuda.open(FakeBindings(host))
     host.processes[PID].ipc_imports = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -212,6 +212,20 @@ def test_map_that_is_no_permutation_is_refused_and_costs_nothing(
         engine.unpark(parked, {uuids[old]: uuids[new] for old, new in wrong.items()})
     assert alive(engine.process)
     engine.unpark(parked)
+
+
+def test_driver_that_can_not_move_processes_is_told_before_it_tries(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (gpu.uuid for gpu in engine.host.gpus())
+    old = replace(engine.host.capabilities(), gpu_map=False)
+    monkeypatch.setattr(engine.host, "capabilities", lambda: old)
+    parked = engine.park()
+    with pytest.raises(ResourceMissing, match="can't move"):
+        engine.unpark(parked, {first: second, second: first})
+    assert alive(engine.process)
+    engine.unpark(parked, {first: first, second: second})
+    assert engine.states() == {CudaState.RUNNING}
 
 
 def test_gpu_that_is_gone_is_named(engine: Engine) -> None:
