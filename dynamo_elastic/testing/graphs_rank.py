@@ -1,7 +1,12 @@
-"""A rank that captures many CUDA graphs, and takes them from buffer to buffer."""
+"""A rank that captures many CUDA graphs, and takes them from buffer to buffer.
+
+python -m dynamo_elastic.testing.graphs_rank DESCRIPTOR
+"""
 
 from __future__ import annotations
 
+import socket
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +15,7 @@ import torch
 
 from dynamo_elastic.comm.cuda_graphs import CudaGraphDriver, keep_graphs_patchable
 from dynamo_elastic.comm.graph_rebind import GraphRebinder, verify
-from dynamo_elastic.testing.expert_buffer_rank import ExpertRank
+from dynamo_elastic.testing.expert_buffer_rank import ExpertRank, serve
 
 _TOLERANCE = 0.02
 
@@ -131,3 +136,14 @@ class GraphsRank(ExpertRank):
         """Take addresses, so that the next buffer gets others."""
         self._decoys += [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
         return self._decoys[-1].data_ptr()
+
+
+def main() -> None:
+    from dynamo_elastic.comm.nixl_ep import NixlExpertBuffer
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    serve(GraphsRank(NixlExpertBuffer), socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_elastic.comm.transfer_plan import Chunk, plan_copies, plan_dense
+from dynamo_elastic.comm.transfer_plan import Chunk, plan_copies, plan_dense, reassign
 from dynamo_elastic.types import Region, WorkerId
 
 ALIGN = 64
@@ -94,3 +94,30 @@ def test_an_expert_goes_from_its_slot_to_another() -> None:
     )
     with pytest.raises(ValueError, match="slot0/w1 and slot3/w2 differ"):
         plan_copies(a, b, [(pairs[0][0], Region("slot3/w2", 0, 9))], chunk_bytes=8)
+
+
+@given(sizes, st.integers(2, 5), counts, chunk_sizes)
+def test_what_a_lost_source_owed_is_spread_over_the_others(
+    sizes: list[int], num_sources: int, num_joiners: int, chunk_bytes: int
+) -> None:
+    sources = workers("s", num_sources)
+    joiners = workers("j", num_joiners)
+    plan = plan_dense(regions_of(sizes), sources, joiners, chunk_bytes=chunk_bytes)
+    lost, *others = sources
+    extra = reassign(plan, lost, sources)
+    owed = {(c.target, c.to_offset, c.size_bytes) for c in plan if c.source == lost}
+    assert {(c.target, c.to_offset, c.size_bytes) for c in extra} == owed
+    assert len(extra) == len(owed)
+    sent = Counter(dict.fromkeys(others, 0))
+    for chunk in extra:
+        sent[chunk.source] += chunk.size_bytes
+    assert set(sent) == set(others)
+    even = sum(c.size_bytes for c in extra) / len(others)
+    assert max(sent.values()) <= even + chunk_bytes
+
+
+def test_nobody_is_left_to_send() -> None:
+    source = WorkerId("s0")
+    plan = plan_dense(regions_of([10]), [source], [WorkerId("j")], chunk_bytes=8)
+    with pytest.raises(ValueError, match="nobody is left"):
+        reassign(plan, source, [source])

@@ -8,7 +8,12 @@ import pytest
 from dynamo_elastic.comm.base import MemoryKind, Span
 from dynamo_elastic.comm.transfer_plan import Chunk, plan_dense
 from dynamo_elastic.comm.weights import Destination, Limits, compare, digest, push
-from dynamo_elastic.errors import DigestMismatch, TransferError, TransferTimeout
+from dynamo_elastic.errors import (
+    DigestMismatch,
+    TransferError,
+    TransferTimeout,
+    TransferTooSlow,
+)
 from dynamo_elastic.failpoints import set_hook
 from dynamo_elastic.memory.arena import HostArena, layout
 from dynamo_elastic.testing.transfer import FakeFabric, FakeTransferAgent
@@ -110,6 +115,21 @@ def test_the_whole_push_has_a_deadline_too(world: World) -> None:
     with pytest.raises(TransferTimeout):
         world.push(Limits(window_bytes=40_000, transfer_timeout_s=5, timeout_s=0))
     assert not world.agents[ME].open_transfers
+
+
+def test_a_push_that_leaves_nvlink_is_ended(world: World) -> None:
+    world.fabric.stopped.add(JOINERS[0])
+    limits = Limits(window_bytes=40_000, transfer_timeout_s=5, timeout_s=10, floor_gbps=50)
+    with pytest.raises(TransferTooSlow, match="left NVLink") as caught:
+        world.push(limits)
+    assert caught.value.remote == JOINERS[0]
+    assert caught.value.gbps < 50
+    assert not world.agents[ME].open_transfers
+
+
+def test_a_push_above_its_floor_is_left_alone(world: World) -> None:
+    limits = Limits(window_bytes=40_000, transfer_timeout_s=5, timeout_s=10, floor_gbps=1e-6)
+    assert world.push(limits) == 2 * (SIZE + 999)
 
 
 def test_a_crash_in_between_releases_what_is_in_flight(world: World) -> None:
