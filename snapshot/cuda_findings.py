@@ -26,8 +26,9 @@ REPORTED: Mapping[str, str] = {
 IPC_CACHE = "UCX_CUDA_IPC_CACHE"
 _OFF = frozenset({"n", "no", "off", "0"})
 
-MANAGED_LIMIT_BYTES = 32 << 20
-"""A CUDA process without managed memory maps less of /dev/nvidia-uvm than that."""
+MANAGED_LIMIT_BYTES = 8 << 20
+"""A process without managed memory maps 2 MiB of /dev/nvidia-uvm, and one with it as much more as
+it has (docs/findings.md, 11; one GPU, driver 580). The rest is room for other drivers."""
 
 _LIBRARIES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"^(NCCL|pt_nccl)"), "NCCL"),
