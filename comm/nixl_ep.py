@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import nixl_ep_cu13 as nixl_ep
@@ -91,8 +92,8 @@ class NixlExpertBuffer:
         return bytes(self._native.runtime.get_local_metadata())
 
     def connect(self, peers: Mapping[Rank, bytes], *, timeout_s: float) -> None:
-        """As in ExpertBuffer. NIXL EP waits for a peer without end, so it does that in a thread
-        that is left behind at the deadline."""
+        """As in ExpertBuffer. NIXL EP waits for a peer without end, but lets other threads run
+        meanwhile (from 1.5.1 on), so it waits in one that is left behind at the deadline."""
         if not peers:
             return
         self._book.connecting(peers)
@@ -138,9 +139,15 @@ class NixlExpertBuffer:
             self._native.update_mask_buffer(rank, True)
 
     def disconnect(self, ranks: Collection[Rank]) -> None:
-        if ranks:
-            self._book.switching(ranks, PeerState.ABSENT, "disconnect")
-            self._native.disconnect_ranks(list(ranks))
+        broken = self._book.ranks(PeerState.BROKEN).intersection(ranks)
+        self._book.switching(ranks, PeerState.ABSENT, "disconnect")
+        if whole := [rank for rank in ranks if rank not in broken]:
+            self._native.disconnect_ranks(whole)
+        for rank in broken:
+            # How much of it is connected depends on where its connect failed; if nothing, NIXL EP
+            # refuses.
+            with suppress(RuntimeError):
+                self._native.disconnect_ranks([rank])
 
     def masked(self) -> frozenset[Rank]:
         self._book.require_usable()

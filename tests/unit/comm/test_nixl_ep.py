@@ -26,6 +26,7 @@ class Bindings:
     marks = (0, -1, -1, -1)
     failure: Exception | None = None
     hold: threading.Event | None = None
+    unknown: list[int] | None = None
     calls: list[tuple[Any, ...]]
     last: Bindings
 
@@ -56,6 +57,8 @@ class Bindings:
             raise self.failure
 
     def disconnect_ranks(self, ranks: list[int]) -> None:
+        if ranks == self.unknown:
+            raise RuntimeError("Assertion failed: _is_rank_connected(removed_rank)")
         self.calls.append(("disconnect", ranks))
 
     def update_mask_buffer(self, rank: int, mask: bool) -> None:
@@ -152,6 +155,8 @@ def test_an_error_of_the_transport_is_not_reachable(adapter: Any, buffer: Any) -
     assert caught.value.ranks == {1}
     assert buffer.states[ONE] == "broken"
     adapter.nixl_ep.Buffer.failure = None
+    # Nothing of it was connected, and then NIXL EP refuses to disconnect it.
+    adapter.nixl_ep.Buffer.unknown = [1]
     buffer.disconnect([ONE])
     buffer.connect({ONE: b"one"}, timeout_s=5)
     assert buffer.states[ONE] == "connected"
