@@ -15,8 +15,6 @@ from dynamo_elastic.snapshot.base import (
     GpuInfo,
     GpuInventory,
 )
-from dynamo_elastic.snapshot.cuda_process import Cuda
-from dynamo_elastic.snapshot.nvml import Nvml
 from dynamo_elastic.snapshot.process import ProcessRef
 
 _CONTROL_DEVICE = Path("/dev/nvidiactl")
@@ -79,6 +77,10 @@ def open_gpu(control_device: Path = _CONTROL_DEVICE) -> Gpu:
     has none. Raises ResourceMissing if it has, but they can't be used."""
     if not control_device.exists():
         return NO_GPU
+    # Not at the top: every command would load them, and 0.1 s is much for `--help`.
+    from dynamo_elastic.snapshot.cuda_process import Cuda
+    from dynamo_elastic.snapshot.nvml import Nvml
+
     return Gpu(Cuda.open(), Nvml.open())
 
 

@@ -12,7 +12,13 @@ from dynamo_elastic.agent.quarantine import Quarantine
 from dynamo_elastic.config import DeploymentConfig, SnapshotConfig
 from dynamo_elastic.engine.base import DETACHED_FILE
 from dynamo_elastic.engine.launch import engine_argv, is_tree
-from dynamo_elastic.errors import PidClash, ResourceMissing, SnapshotError, SnapshotNotFound
+from dynamo_elastic.errors import (
+    GpuMemoryShort,
+    PidClash,
+    ResourceMissing,
+    SnapshotError,
+    SnapshotNotFound,
+)
 from dynamo_elastic.snapshot.base import PIDS_PER_SLOT, Imager, Namespace, TakePhase, first_pid
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.fingerprint import Fingerprint, machine_mismatches, mismatches
@@ -94,7 +100,7 @@ class Images:
         self.hold(slot, manifest.image_id)
         try:
             restored = self.restore_image(manifest, namespace, timeout_s=timeout_s)
-        except (PidClash, ResourceMissing):
+        except (GpuMemoryShort, PidClash, ResourceMissing):
             self.release(slot)
             raise
         except SnapshotError as exc:
