@@ -21,7 +21,7 @@ from dynamo_elastic.errors import (
     SnapshotMismatch,
 )
 from dynamo_elastic.failpoints import set_hook
-from dynamo_elastic.snapshot.base import CudaOperation, CudaState, TakePhase
+from dynamo_elastic.snapshot.base import CudaOperation, CudaState, TakePhase, first_pid
 from dynamo_elastic.snapshot.criu import Criu, find_criu
 from dynamo_elastic.snapshot.gpu import Gpu
 from dynamo_elastic.snapshot.manifest import Manifest
@@ -131,10 +131,10 @@ def test_slots_are_restored_side_by_side(tmp_path: Path, host: FakeGpuHost) -> N
         assert states == {CudaState.RUNNING}
 
 
-def killed_at(directory: Path, hook: str) -> Criu:
-    """A CRIU that is killed, with SIGKILL, when it reaches `hook`, which is one of its own."""
+def killing(directory: Path, hook: str, victim: str = "$PPID") -> Criu:
+    """A CRIU that ends `victim`, itself by default, at `hook`, which is one of its own."""
     script = directory / "hook.sh"
-    script.write_text(f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != {hook} ] || kill -9 $PPID\n')
+    script.write_text(f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != {hook} ] || kill -9 {victim}\n')
     criu = directory / "criu.sh"
     criu.write_text(f'#!/bin/sh\nexec {find_criu({})} "$@" --action-script {script}\n')
     for path in (script, criu):
@@ -143,8 +143,17 @@ def killed_at(directory: Path, hook: str) -> Criu:
 
 
 def test_criu_dies_in_the_middle_of_a_dump(tmp_path: Path, host: FakeGpuHost) -> None:
-    world = make_world(tmp_path, host, killed_at(tmp_path, "post-dump"))
+    world = make_world(tmp_path, host, killing(tmp_path, "post-dump"))
     with pytest.raises(ImagerError):
+        world.take(UP)
+    assert world.phases[-2:] == [TakePhase.DUMP, TakePhase.FAILED]
+    assert whole(world)
+    assert no_process(tmp_path)
+
+
+def test_target_dies_in_the_middle_of_a_dump(tmp_path: Path, host: FakeGpuHost) -> None:
+    world = make_world(tmp_path, host, killing(tmp_path, "pre-dump", str(first_pid(0))))
+    with pytest.raises(SnapshotError):
         world.take(UP)
     assert world.phases[-2:] == [TakePhase.DUMP, TakePhase.FAILED]
     assert whole(world)
@@ -157,7 +166,7 @@ def test_criu_dies_in_the_middle_of_a_restore(
 ) -> None:
     world = make_world(tmp_path, host, Criu.find())
     manifest = world.take(UP)
-    broken = make_world(tmp_path, host, killed_at(tmp_path, hook))
+    broken = make_world(tmp_path, host, killing(tmp_path, hook))
     with pytest.raises(ImagerError):
         broken.restore(manifest, namespace)
     assert namespace.processes() == ()
