@@ -2,8 +2,8 @@
 
 The switch is the pause that it makes: from the last step of the old group to the first right one of
 the new, on the slowest rank. Cold joiners are booted beside, two at a time as an operation restores
-two, under the same load and in the same run. The restored side is what the operations themselves
-did.
+two, and parked and taken back, under the same load and in the same run. The restored side is what
+the operations themselves did: what they park is ended after each cycle.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from provenance import write_result
 from rich.console import Console
 from rich.progress import Progress
 
-from dynamo_elastic.agent.base import Tier
+from dynamo_elastic.agent.base import StartedEngine, Tier
 from dynamo_elastic.coordinator.records import OperationRecord
+from dynamo_elastic.coordinator.status import read_status
 from dynamo_elastic.demo.load import (
     Load,
     Prompt,
@@ -62,6 +63,7 @@ class Recorder:
     def __init__(self) -> None:
         self.operations: list[OperationRecord] = []
         self.cold_s: list[float] = []
+        self.parked_s: list[float] = []
         self.memcpy_gbps: list[float] = []
         self.footprints: list[Footprints] = []
         self.etcd_keys: list[int] = []
@@ -85,22 +87,33 @@ async def scale(deployment: Deployment, ranks: int, recorder: Recorder) -> None:
     recorder.operations.append(await scale_to(deployment, ranks))
 
 
-async def cold_pair(deployment: Deployment, recorder: Recorder, number: int) -> None:
-    """Boot the two joiners' slots cold, side by side, and end them again."""
+async def cold_and_parked_pair(deployment: Deployment, recorder: Recorder, number: int) -> None:
+    """Boot the two joiners' slots cold, side by side; park them, take them back, and end them."""
+    topology = (await read_status(deployment.store, deployment.keys)).topology
+    epoch = topology.epoch if topology is not None else Epoch(0)
 
-    async def one(slot: int) -> float:
-        engine = await deployment.agent.start_engine(
+    async def start(slot: int, tier: Tier) -> StartedEngine:
+        return await deployment.agent.start_engine(
             slot,
             WorkerId(f"slot{slot}"),
-            OperationId(f"cold-{number}"),
-            Epoch(0),
-            tiers=(Tier.COLD,),
+            OperationId(f"{tier}-{number}"),
+            epoch,
+            tiers=(tier,),
             timeout_s=120,
         )
-        await deployment.agent.stop_engine(slot, engine.incarnation)
-        return engine.ready_s
 
-    recorder.cold_s += await asyncio.gather(one(2), one(3))
+    async def park(slot: int, engine: StartedEngine) -> None:
+        reason = await deployment.agent.park_engine(slot, engine.incarnation, timeout_s=30)
+        if reason:
+            raise SystemExit(f"slot {slot} was not parked: {reason}")
+
+    cold = await asyncio.gather(start(2, Tier.COLD), start(3, Tier.COLD))
+    await asyncio.gather(park(2, cold[0]), park(3, cold[1]))
+    parked = await asyncio.gather(start(2, Tier.PARKED), start(3, Tier.PARKED))
+    for slot, engine in zip((2, 3), parked, strict=True):
+        await deployment.agent.stop_engine(slot, engine.incarnation)
+    recorder.cold_s += [engine.ready_s for engine in cold]
+    recorder.parked_s += [engine.ready_s for engine in parked]
 
 
 class Memcpy:
@@ -149,11 +162,13 @@ async def measure(cycles: int, work_dir: Path, console: Console) -> tuple[Record
             task = progress.add_task("cycles", total=cycles)
             for cycle in range(1, cycles + 1):
                 if cycle % COLD_EVERY == 1:
-                    await cold_pair(deployment, recorder, cycle)
+                    await cold_and_parked_pair(deployment, recorder, cycle)
                 begin_s = time.monotonic()
                 await scale(deployment, 4, recorder)
                 recorder.memcpy_gbps.append(await asyncio.to_thread(memcpy.gbps))
                 await scale(deployment, 2, recorder)
+                # The next joiners are to come from their images again.
+                await deployment.agent.evict(None)
                 await asyncio.sleep(0.5)
                 recorder.gaps_s.append(longest_gap(load.results, begin_s, time.monotonic()))
                 recorder.footprints.append(await footprints(deployment))
@@ -192,6 +207,7 @@ def metrics_of(cycles: int, recorder: Recorder, summary: Any) -> dict[str, float
     return {
         "cycles": cycles,
         "ready_cold_s": round(statistics.median(recorder.cold_s), 3),
+        "ready_parked_s": round(statistics.median(recorder.parked_s), 3),
         "ready_restored_s": round(statistics.median(s for f in restores for s in f.ready_s), 3),
         "up_s": round(statistics.median(o.elapsed_s for o in ups(recorder)), 3),
         "switch_p50_ms": round(statistics.median(switches), 1),
@@ -229,6 +245,7 @@ def main() -> None:
     detail = {
         "errors": summary.errors,
         "cold_s": recorder.cold_s,
+        "parked_s": recorder.parked_s,
         "gaps_s": recorder.gaps_s,
         "token_gap_max_ms_by_phase": recorder.phase_gaps_ms,
         "footprints": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pynvml
@@ -13,6 +14,16 @@ from dynamo_elastic.errors import ResourceMissing
 from dynamo_elastic.snapshot.base import GpuInfo
 
 _REMEDY = "load the NVIDIA driver (nvidia-smi must work), or run without GPUs"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuModes:
+    """Settings of a GPU that snapshots depend on."""
+
+    persistence: bool
+    """The driver stays loaded while nobody uses the GPU."""
+    mig: bool
+    """It is cut into parts: the driver checkpoints none of them."""
 
 
 class Nvml:
@@ -33,6 +44,21 @@ class Nvml:
         with _errors(nvml, "list of GPUs"):
             driver = nvml.nvmlSystemGetDriverVersion()
             return tuple(self._info(index, handle, driver) for index, handle in self._handles())
+
+    def modes(self) -> dict[str, GpuModes]:
+        """Of every GPU, by uuid."""
+        nvml = self._nvml
+        found = {}
+        with _errors(nvml, "modes of GPUs"):
+            for _, handle in self._handles():
+                try:
+                    mig = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
+                except nvml.NVMLError_NotSupported:
+                    mig = False
+                persistence = nvml.nvmlDeviceGetPersistenceMode(handle)
+                uuid = nvml.nvmlDeviceGetUUID(handle)
+                found[uuid] = GpuModes(persistence == nvml.NVML_FEATURE_ENABLED, mig)
+        return found
 
     def used_bytes(self, pid: int) -> int | None:
         known = [size for size in self.devices_of(pid).values() if size is not None]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import typer
 
 from dynamo_elastic import __version__
-from dynamo_elastic.cli import agent, config, demo, scale, serve, snapshot
+from dynamo_elastic.cli import agent, config, demo, doctor, scale, serve, snapshot
 from dynamo_elastic.cli.exit_codes import BAD_INPUT, exit_code
 from dynamo_elastic.config import FLAGS, SETTINGS
 from dynamo_elastic.config_sources import from_flags
@@ -26,6 +26,7 @@ app.command("serve")(serve.serve)
 app.command("scale")(scale.scale)
 app.command("status")(scale.status)
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
 app.add_typer(snapshot.app, name="snapshot")
 app.add_typer(agent.app, name="agent")
 app.add_typer(config.app, name="config")

@@ -1,4 +1,4 @@
-"""The demo: 2 ranks serve, the planner decides 4, then 2, and every token is checked."""
+"""The demo: 2 ranks serve, the planner decides 4, then 2, then 4; every token is checked."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ class Facts:
     summary: LoadSummary | None = None
     gap_up_s: float = 0.0
     gap_down_s: float = 0.0
+    gap_again_s: float = 0.0
     final_ranks: int = 0
     leftovers: list[str] = field(default_factory=list)
 
@@ -65,13 +66,15 @@ class Facts:
             if op.phase is not Phase.DONE
         ]
         widths = [op.plan.after.world_size for op in self.operations]
-        if widths != [4, 2]:
-            found.append(f"the planner's operations led to {widths}, not [4, 2]")
-        if self.final_ranks != 2:
-            found.append(f"{self.final_ranks} ranks serve at the end, not 2")
-        tiers = {t for op in self.operations for t in restored_from(op)}
-        if self.images and tiers != {Tier.IMAGE}:
-            found.append(f"joiners came from {sorted(tiers)}, not from images")
+        if widths != [4, 2, 4]:
+            found.append(f"the planner's operations led to {widths}, not [4, 2, 4]")
+        if self.final_ranks != 4:
+            found.append(f"{self.final_ranks} ranks serve at the end, not 4")
+        tiers = [restored_from(op) for op in self.operations]
+        if tiers[:1] != [{Tier.IMAGE if self.images else Tier.COLD}] or tiers[2:] != [
+            {Tier.PARKED}
+        ]:
+            found.append(f"joiners came from {tiers}, not from images first and parked ones then")
         if self.summary is None or not self.summary.tokens_equal:
             found.append("tokens differ from the never-scaled run")
         if self.summary is not None and self.summary.requests_failed:
@@ -160,6 +163,16 @@ async def _scale_under_load(deployment: Deployment, facts: Facts, console: Conso
         lambda: planner.set_limits(min_endpoint=2, max_gpu_budget=2),
     )
     await asyncio.sleep(_SETTLE_S)
+    console.print("[bold]planner: at least 4 ranks again; those that left are parked[/bold]")
+    facts.gap_again_s = await _operation(
+        deployment,
+        timeline,
+        load,
+        facts,
+        console,
+        lambda: planner.set_limits(min_endpoint=4, max_gpu_budget=4),
+    )
+    await asyncio.sleep(_SETTLE_S)
     await load.stop()
     facts.summary = summarize(load.results, reference)
     status = await read_status(deployment.store, deployment.keys)
@@ -226,16 +239,19 @@ def _table(facts: Facts) -> Table:
 
 
 def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    if facts.cold is not None:
+        yield "joiner ready, booted cold for comparison", f"{facts.cold.ready_s:.2f} s"
+    shown: set[str] = set()
     for op in facts.operations:
         widths = f"{op.plan.before.world_size} -> {op.plan.after.world_size}"
+        widths += " again" if widths in shown else ""
+        shown.add(widths)
         yield f"{widths}: whole operation", f"{op.elapsed_s:.2f} s"
         for p in op.phases:
             said = PhaseFacts.of(p.detail)
-            if facts.cold is not None and said.ready_s:
-                cold, restored = facts.cold.ready_s, max(said.ready_s)
-                yield f"{widths}: joiner ready, cold", f"{cold:.2f} s"
+            if said.ready_s:
                 tiers = ", ".join(sorted(set(said.tiers)))
-                yield f"{widths}: joiner ready, from {tiers}", f"{restored:.2f} s"
+                yield f"{widths}: joiner ready, {tiers}", f"{max(said.ready_s):.2f} s"
             if said.size_bytes:
                 rate_gbps = said.size_bytes / max(said.transfer_s, 1e-9) / 1e9
                 size = f"{said.size_bytes / 1e6:.1f} MB, {rate_gbps:.2f} GB/s"
@@ -246,6 +262,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
                 yield f"{widths}: requests moved", str(said.moved)
     yield "longest token gap, scaling up", f"{facts.gap_up_s * 1e3:.0f} ms"
     yield "longest token gap, scaling down", f"{facts.gap_down_s * 1e3:.0f} ms"
+    yield "longest token gap, scaling up again", f"{facts.gap_again_s * 1e3:.0f} ms"
     if facts.summary is not None:
         yield "requests served", str(facts.summary.requests_total)
         yield "requests failed", str(facts.summary.requests_failed)

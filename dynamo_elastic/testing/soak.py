@@ -27,13 +27,15 @@ _REFERENCE_TIMEOUT_S = 60.0
 
 
 def soak_config(work_dir: Path, deployment: str) -> DeploymentConfig:
-    """The demo's model with ranks that can hold all of its experts alone. Without a planner."""
+    """The demo's model with ranks that can hold all of its experts alone, and joiners that are
+    restored from images. Without a planner."""
     return demo_config(
         work_dir,
         deployment,
         planner={"enabled": False},
         scale={"initial_ranks": 1, "min_ranks": 1},
         engine={"slots_per_rank": 16},
+        snapshot={"parked": {"enabled": False}},
     )
 
 

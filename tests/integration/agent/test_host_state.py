@@ -268,7 +268,9 @@ def test_drain_starts_no_more_and_ends_nothing(
             engine = await start(client)
             code, out, _ = await commands.run("drain", "--reason", "driver upgrade")
             assert code == 0
-            assert out == "drains: driver upgrade; slots that still serve: 0\n"
+            assert out == (
+                "drains: driver upgrade; slots that still serve: 0; parked engines ended: none\n"
+            )
             with pytest.raises(EngineError, match=r"drains \(driver upgrade\)"):
                 await start(client, slot=1)
             # The engine that serves goes on, and its operation may ask again.
@@ -276,7 +278,8 @@ def test_drain_starts_no_more_and_ends_nothing(
         async with agent(config) as client:
             _, out, _ = await commands.run("status")
             assert "drains: driver upgrade" in out
-            assert f"slot 0: {engine.incarnation} (cold" in out
+            assert f"slot 0: serving {engine.incarnation} (cold" in out
+            assert "held by slot0 of operation op-1 at epoch 1" in out
             assert (await commands.run("undrain"))[0] == 0
             assert '"draining": ""' in (await commands.run("status", "--json"))[1]
             await start(client, slot=1)
@@ -284,6 +287,26 @@ def test_drain_starts_no_more_and_ends_nothing(
         assert (code, out) == (1, "")
         assert err.startswith("error: no agent answers on ")
         assert len(err.splitlines()) == 1
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_evict_from_the_command_line(
+    config: DeploymentConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def body() -> None:
+        commands = Commands(config, capsys)
+        async with agent(config) as client:
+            engine = await start(client)
+            assert await client.park_engine(0, engine.incarnation, timeout_s=20) == ""
+            _, out, _ = await commands.run("status")
+            assert f"slot 0: parked for 0 s (pid {engine.pid}, " in out
+            assert "slot 1: free; image none" in out
+            assert (await commands.run("evict", "0"))[:2] == (0, "evicted from slots: 0\n")
+            assert (await commands.run("evict", "all"))[:2] == (0, "evicted from slots: none\n")
+            code, _, err = await commands.run("evict", "x")
+            assert (code, err) == (2, "error: SLOT: 'x' is neither a slot nor 'all'\n")
+            assert (await commands.run("evict", "7"))[0] == 1
 
     asyncio.run(asyncio.wait_for(body(), 60))
 

@@ -98,6 +98,13 @@ def test_life_of_an_image(cli: Cli) -> None:
     code, out, err = cli.run("restore", image, *file, "--json")
     assert code == 0, err
     assert json.loads(out)["timings_s"]["ready"] < made["timings_s"]["boot"]
+    inspected = cli.run("inspect", image, *file)[1]
+    assert all(f"\n  {kind} " in inspected for kind in ("private", "shared", "cuda", "other"))
+    assert sum(made["sizes"].values()) == made["pages_bytes"] + made["other_bytes"]
+    assert "a copy of it ran, and its probe was right" in cli.run("verify", "--restore", *file)[1]
+    code, out, _ = cli.run("verify", image, "--restore", *file, "--json")
+    assert json.loads(out)[0]["timings_s"]["ready"] > 0
+    assert cli.fails("verify", "--restore").startswith("error: --restore: needs the deployment")
 
     # Another model in the same place: nothing of the image is run.
     config = cli.directory / "model" / "config.json"
