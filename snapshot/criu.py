@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from dynamo_elastic.errors import ImagerError, PidClash, ResourceMissing, SnapshotError
 from dynamo_elastic.snapshot.base import Namespace
@@ -152,20 +155,30 @@ def _end_halves(directory: Path, namespace: Namespace) -> None:
 
 def _run(argv: list[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Its output and exit code. Raises TimeoutExpired; then it was killed with all it started."""
-    try:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    except OSError as exc:
-        raise ResourceMissing(f"{argv[0]} can't be run ({exc.strerror})", remedy=INSTALL) from exc
-    with process:
+    # Not pipes: what CRIU leaves when it is killed would hold their other ends.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
-            out, err = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            kill_tree(process.pid, timeout_s=_KILL_TIMEOUT_S)
-            raise
-    return subprocess.CompletedProcess(argv, process.returncode, out, err)
+            process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        except OSError as exc:
+            reason = f"{argv[0]} can't be run ({exc.strerror})"
+            raise ResourceMissing(reason, remedy=INSTALL) from exc
+        with process:
+            if not _ends(process.pid, timeout_s):
+                kill_tree(process.pid, timeout_s=_KILL_TIMEOUT_S)
+                raise subprocess.TimeoutExpired(argv, timeout_s)
+        written = [_text(file) for file in (out, err)]
+    return subprocess.CompletedProcess(argv, process.returncode, *written)
+
+
+def _ends(child: int, timeout_s: float) -> bool:
+    """True as soon as our child has ended; Popen.wait() would look every 50 ms."""
+    pidfd = os.pidfd_open(child)
+    try:
+        return bool(select.select([pidfd], [], [], timeout_s)[0])
+    finally:
+        os.close(pidfd)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
