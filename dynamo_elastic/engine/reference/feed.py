@@ -64,11 +64,18 @@ class Feed:
         """Forget a private request; what still comes of it is dropped."""
         self._private.pop(request_id, None)
 
+    def end(self) -> None:
+        """Whoever reads has had the last; from any thread."""
+        self._loop.call_soon_threadsafe(self._replace_reader)
+
+    def _replace_reader(self) -> int:
+        self._readers += 1
+        self._wake.set()
+        return self._readers
+
     async def steps(self) -> AsyncIterator[list[Output]]:
         """The outputs of every step, from the oldest that nobody took, until replaced."""
-        self._readers += 1
-        me = self._readers
-        self._wake.set()
+        me = self._replace_reader()
         while me == self._readers:
             if self._steps:
                 yield self._steps.pop(0)

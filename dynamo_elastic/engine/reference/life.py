@@ -67,6 +67,7 @@ def _serve(engine: WarmEngine, attach: Attach, own: Transfers) -> None:
     )
     asyncio.run_coroutine_threadsafe(server.start(), rpc_loop).result()
     loop.run()
+    feed.end()
     asyncio.run_coroutine_threadsafe(server.close(), rpc_loop).result()
     asyncio.run_coroutine_threadsafe(service.close(), rpc_loop).result()
     rpc_loop.call_soon_threadsafe(rpc_loop.stop)
