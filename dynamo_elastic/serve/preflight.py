@@ -77,6 +77,10 @@ def _port_faults(config: DeploymentConfig) -> list[str]:
     api = config.coordinator.api
     if api.port:
         wanted["coordinator.api.port"] = (api.host, api.port)
+    if config.workers.system_port:
+        for slot in range(config.scale.max_ranks):
+            name = f"workers.system_port (slot {slot})"
+            wanted[name] = ("127.0.0.1", config.system_port(slot))
     if config.etcd.start:
         wanted["etcd.port"] = ("127.0.0.1", config.etcd.port)
         wanted["etcd.peer_port"] = ("127.0.0.1", config.etcd.peer_port)

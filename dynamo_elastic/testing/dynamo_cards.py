@@ -13,6 +13,11 @@ Card = dict[str, str]
 _TIMEOUT_S = 15.0
 
 
+def instances_of(namespace: str) -> str:
+    """Prefix of the keys that routers and planner take for our ranks."""
+    return f"v1/instances/{namespace}/backend/generate/"
+
+
 async def all_cards(store: Store, namespace: str) -> dict[str, Card]:
     """Instance id (hexadecimal) -> runtime data. Raises ElasticError if an instance has no card, a
     card no instance, or a card names more than one data-parallel rank."""
@@ -20,7 +25,7 @@ async def all_cards(store: Store, namespace: str) -> dict[str, Card]:
         v.key.rpartition("/")[2] for v in await store.get_prefix(f"v1/instances/{namespace}/")
     }
     found: dict[str, Card] = {}
-    for stored in await store.get_prefix(f"v1/mdc/{namespace}/backend/"):
+    for stored in await store.get_prefix(f"v1/mdc/{namespace}/backend/generate/"):
         name = stored.key.rpartition("/")[2]
         config = json.loads(stored.value)["card_json"]["runtime_config"]
         if config["data_parallel_size"] not in (None, 1) or config["data_parallel_start_rank"]:
