@@ -27,6 +27,8 @@ INSTALL = "run deploy/criu/install.sh as root"
 _DUMP_LOG, _RESTORE_LOG = "dump.log", "restore.log"
 _PID_FILE = "restored.pid"
 _GHOST_LIMIT = "64M"
+_LOCKS = "--file-locks"
+"""Locks that a process holds on files are taken again for it; without this it is not dumped."""
 _VERSION_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 5.0
 _TAIL_LINES = 4
@@ -40,7 +42,7 @@ def dump_argv(criu: Path, pid: int, directory: Path) -> list[str]:
     """`pid` is that inside the namespace in which the command runs."""
     return [
         *(str(criu), "dump", "--tree", str(pid), "--images-dir", str(directory)),
-        *("--log-file", _DUMP_LOG, "-v1", "--ghost-limit", _GHOST_LIMIT),
+        *("--log-file", _DUMP_LOG, "-v1", "--ghost-limit", _GHOST_LIMIT, _LOCKS),
     ]
 
 
@@ -48,7 +50,7 @@ def restore_argv(criu: Path, directory: Path, work_dir: Path) -> list[str]:
     """CRIU ends once the process runs; the process then belongs to the namespace's first."""
     return [
         *(str(criu), "restore", "--images-dir", str(directory), "--work-dir", str(work_dir)),
-        *("--log-file", _RESTORE_LOG, "-v1", "--restore-detached"),
+        *("--log-file", _RESTORE_LOG, "-v1", "--restore-detached", _LOCKS),
         *("--pidfile", str(work_dir / _PID_FILE)),
     ]
 
