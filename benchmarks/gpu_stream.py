@@ -4,7 +4,8 @@
 
 copy_gbps is one process that copies between two GPUs. mapped_Nsrc: N sources push their shares into
 one arena; mapped_2x2: two sources fill two arenas. nixl_1src: NIXL's WRITE into memory of torch's
-allocator. Every byte is compared, and a bit is flipped to see that the digest shows it.
+allocator, in an engine's environment; nixl_cached: with UCX's cache of IPC mappings on, which no
+engine may have. Every byte is compared, and a bit is flipped to see that the digest shows it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from gpu_ranks import attempt, gpu_count, run_ranks
 from gpu_report import Report
 
+from dynamo_elastic.comm.expert_rules import IPC_CACHE_VARIABLE
 from dynamo_elastic.testing.expert_buffer_group import RankProcess, call_all, gather
 
 GIB = 1 << 30
@@ -49,15 +51,22 @@ def body(report: Report, stack: ExitStack) -> None:
         rates.append(mapped(report, f"mapped_{count}src", sources[:count], [sink], folder))
     if gpus >= 4:
         rates.append(mapped(report, "mapped_2x2", ranks[:2], ranks[2:4], folder))
-    digests(report, sources[0])
-    attempt(report, "nixl_1src", lambda: nixl(report, sources[0], sink))
     report.metric("best_gbps", max(rates))
     report.metric("best_of_copy", max(rates) / copy_gbps)
+    attempt(report, "digest", lambda: digests(report, sources[0]))
+    attempt(report, "nixl_1src", lambda: nixl(report, "nixl_1src", sources[0], sink))
+    cached = [start(stack, number, ipc_cache="y") for number in (0, gpus - 1)]
+    attempt(report, "nixl_cached", lambda: nixl(report, "nixl_cached", *cached))
 
 
-def start(stack: ExitStack, number: int) -> RankProcess:
-    program = ("-m", "dynamo_elastic.testing.peer_push_rank")
-    rank = RankProcess(number, number, program=program, arguments=["cuda"])
+def start(stack: ExitStack, number: int, ipc_cache: str = "n") -> RankProcess:
+    rank = RankProcess(
+        number,
+        number,
+        program=("-m", "dynamo_elastic.testing.peer_push_rank"),
+        arguments=["cuda"],
+        env={IPC_CACHE_VARIABLE: ipc_cache},
+    )
     stack.callback(rank.close)
     return rank
 
@@ -146,14 +155,14 @@ def timed_pushes(
     return sorted(rates)[len(rates) // 2]
 
 
-def nixl(report: Report, source: RankProcess, sink: RankProcess) -> None:
+def nixl(report: Report, name: str, source: RankProcess, sink: RankProcess) -> None:
     """The same over NIXL, whose target must be memory of torch's allocator."""
     both = [source, sink]
     call_all(both, "malloc", size_bytes=NIXL_BYTES)
-    names = {rank.number: f"nixl-{rank.number}" for rank in both}
+    names = {rank.number: f"{name}-{rank.number}" for rank in both}
     blobs = [rank.call("nixl_agent", name=names[rank.number]) for rank in both]
     source.call("add", agent="nixl", metadata=blobs[1])
-    timed_pushes(report, "nixl_1src", "nixl", [source], [sink], names, NIXL_BYTES)
+    timed_pushes(report, name, "nixl", [source], [sink], names, NIXL_BYTES)
     call_all(both, "free")
 
 

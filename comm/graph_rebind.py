@@ -80,8 +80,6 @@ class GraphRebinder:
         self._index = GraphIndex([graph.nodes for graph in self._graphs], probe.owned)
         self._probe = probe
         self._broken = False
-        # Both ways to be sure early: what can't be derived from itself never can be later.
-        derive(probe, probe)
 
     @property
     def node_count(self) -> int:

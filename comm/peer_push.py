@@ -138,7 +138,7 @@ class PeerAgent:
         self._engine = engine
         self._path = folder / f"{name}.sock"
         self._arena = Span(0, 0)
-        self._chunks: Callable[[], Sequence[SharedChunk]] | None = None
+        self._chunks: Sequence[SharedChunk] = ()
         self._local: list[Span] = []
         self._remotes: dict[str, _Remote] = {}
         self._sources: list[tuple[str, socket.socket]] = []
@@ -165,11 +165,12 @@ class PeerAgent:
         self._check_open()
         self._local.append(span)
 
-    def offer(self, arena: Span, chunks: Callable[[], Sequence[SharedChunk]]) -> None:
-        """Let sources map `arena`: `chunks` exports it, and is called for every source; the
-        descriptors are closed here. Once an agent. Raises TransferError if the socket can't be
-        made."""
+    def offer(self, arena: Span, chunks: Sequence[SharedChunk]) -> None:
+        """Let sources map `arena` by its exported `chunks`, whose descriptors are this agent's from
+        now on: they hold the memory until close(). Once an agent. Raises TransferError if the
+        socket can't be made."""
         self._check_open()
+        self._chunks = chunks
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             if len(os.fsencode(self._path)) > _MAX_PATH_BYTES:
@@ -179,7 +180,7 @@ class PeerAgent:
         except OSError as exc:
             listener.close()
             raise TransferError(f"offering memory failed: {exc}", remote=_LOCAL) from exc
-        self._arena, self._chunks, self._listener = arena, chunks, listener
+        self._arena, self._listener = arena, listener
         answering = threading.Thread(target=self._answer, args=(listener,), daemon=True)
         answering.start()
 
@@ -258,6 +259,9 @@ class PeerAgent:
             self._listener.close()
             self._listener = None
             self._path.unlink(missing_ok=True)
+        for chunk in self._chunks:
+            os.close(chunk.descriptor)
+        self._chunks = ()
         if self.mapped_by:
             with self._sources_lock:
                 for _, connection in self._sources:
@@ -283,7 +287,7 @@ class PeerAgent:
                 return
             try:
                 name = self._introduce(connection)
-            except (OSError, ValueError, DeviceMemoryError) as exc:
+            except (OSError, ValueError) as exc:
                 connection.close()
                 log.warning("a source could not be given memory: %s", exc)
                 continue
@@ -296,17 +300,12 @@ class PeerAgent:
         if _user_of(connection) != os.geteuid():
             raise OSError("a source of another user")
         name = connection.recv(_MESSAGE_BYTES).decode()
-        chunks = list(self._chunks() if self._chunks is not None else ())
-        try:
-            for start in range(0, len(chunks), _CHUNKS_A_MESSAGE):
-                part = chunks[start : start + _CHUNKS_A_MESSAGE]
-                more = start + len(part) < len(chunks)
-                places = [[c.offset, c.size_bytes] for c in part]
-                message = json.dumps({"chunks": places, "more": more}).encode()
-                socket.send_fds(connection, [message], [c.descriptor for c in part])
-        finally:
-            for chunk in chunks:
-                os.close(chunk.descriptor)
+        for start in range(0, len(self._chunks), _CHUNKS_A_MESSAGE):
+            part = self._chunks[start : start + _CHUNKS_A_MESSAGE]
+            more = start + len(part) < len(self._chunks)
+            places = [[c.offset, c.size_bytes] for c in part]
+            message = json.dumps({"chunks": places, "more": more}).encode()
+            socket.send_fds(connection, [message], [c.descriptor for c in part])
         connection.setblocking(False)
         return name
 

@@ -78,7 +78,7 @@ class PushRank:
         agent = PeerAgent(name, self._engine(), Path(folder))
         agent.register(self._span)
         if self._arena is not None:
-            agent.offer(self._span, self._arena.export_chunks)
+            agent.offer(self._span, self._arena.export_chunks())
         self._agents["peer"] = agent
         return agent.metadata().hex()
 

@@ -51,7 +51,7 @@ def on_private_memory(agent: TransferAgent) -> End:
 def on_shared_memory(agent: PeerAgent) -> End:
     arena = HostSharedArena(SIZE_BYTES, CHUNK_BYTES)
     agent.register(arena.span)
-    agent.offer(arena.span, arena.export_chunks)
+    agent.offer(arena.span, arena.export_chunks())
     return End(agent, arena.span.address, arena.view(), arena)
 
 
