@@ -1,7 +1,7 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 PY := .venv/bin/python
 
-.PHONY: setup demo test lint format bench soak sim clean
+.PHONY: setup demo test lint format docs bench soak sim clean
 
 setup:
 	@sh deploy/setup.sh
@@ -21,6 +21,9 @@ lint: setup
 format: setup
 	@.venv/bin/ruff check --fix .
 	@.venv/bin/ruff format .
+
+docs: setup
+	@$(PY) -m dynamo_elastic.cli.reference
 
 bench: setup
 	@$(PY) benchmarks/cpu_scale.py
