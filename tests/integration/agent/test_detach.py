@@ -16,8 +16,9 @@ from dynamo_elastic.snapshot.inspect_process import Allowed, check_quiescent
 from dynamo_elastic.snapshot.process import identify, threads_of
 from dynamo_elastic.testing.deployments import asyncio_test
 from dynamo_elastic.testing.engine_process import SMALL_SHAPE, EngineProcess, engine_config
+from dynamo_elastic.testing.fleet import fleet
 from dynamo_elastic.topology import Member, Topology
-from dynamo_elastic.types import Epoch, Incarnation, Rank
+from dynamo_elastic.types import Epoch, Incarnation, Rank, WorkerId
 
 pytestmark = pytest.mark.nixl
 
@@ -82,6 +83,30 @@ async def test_tokens_of_another_life_are_the_same(tmp_path: Path) -> None:
         again = await engine.generate(Request("again", (1, 2, 3), 12, seed=5))
         assert again.tokens == tokens
         assert len(tokens) == 12
+
+
+@asyncio_test
+async def test_rank_that_left_joins_again_in_another_life(tmp_path: Path) -> None:
+    """Up, down, detached, attached, up: the tokens are those of a rank that was never away."""
+    write_model(tmp_path / "model", SMALL_SHAPE)
+    request = Request("r", (1, 2, 3), 20, seed=5)
+    async with fleet(tmp_path / "model", tmp_path / "run", 3) as group:
+        leaver = group.all[WorkerId("slot2")]
+        await group.boot(2)
+        await group.scale_up(3)
+        first = (await leaver.generate(request)).tokens
+        await group.scale_down(2)
+        assert (await leaver.client.status()).state is EngineState.LEFT
+        (leaver.control_dir / DETACHED_FILE).unlink()
+        await leaver.client.detach()
+        await leaver.attach()
+        status = await leaver.client.status()
+        assert (status.state, status.epoch, status.step) == (EngineState.ATTACHED, 0, 0)
+        await group.scale_up(3)
+        again = (await leaver.generate(request)).tokens
+        other = (await group.all[WorkerId("slot0")].generate(request)).tokens
+    assert first == again == other
+    assert len(first) == 20
 
 
 def holdings(pid: int) -> tuple[int, int, int]:
