@@ -68,6 +68,9 @@ class EngineConfig(_Section):
     kind: Literal["reference"] = "reference"
     """Which engine: our small reference model, or vLLM under Dynamo's own worker."""
 
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What it computes with: the CPU in float32, or a GPU in bfloat16 with NIXL EP and CUDA graphs.
+    On a GPU the model's hidden size must be one that NIXL EP has kernels for."""
     slots_per_rank: int = Field(default=8, ge=1)
     """Expert slots of a rank. Ranks x slots must hold every expert."""
     batch_tokens: int = Field(default=8, ge=1, le=256)

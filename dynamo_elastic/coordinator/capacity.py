@@ -16,9 +16,7 @@ def capacity_of(
     slots. A slot in quarantine is none until it is let out."""
     slots = len(status.members)
     legal = [
-        n
-        for n in range(1, config.max_ranks + 1)
-        if refusal(n, shape, config.limits, slots) is None
+        n for n in range(1, config.max_ranks + 1) if refusal(n, shape, config.limits, slots) is None
     ]
     strikes = status.last.strikes if status.last is not None else {}
     suspects = quarantined(strikes, now_s, config.quarantine_s)

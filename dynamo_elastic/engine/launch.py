@@ -27,6 +27,10 @@ class EngineSettings:
     max_context: int
     kv_blocks: int
     peer_timeout_s: float
+    device: str = "cpu"
+    slot: int = 0
+    capacity: int = 1
+    """Slots of the deployment: the most ranks that there can be."""
 
 
 def engine_argv(config: DeploymentConfig, slot: int) -> list[str]:
@@ -46,6 +50,9 @@ def _reference_argv(config: DeploymentConfig, engine: EngineConfig, slot: int) -
         "--kv-blocks": engine.kv_blocks,
         "--peer-timeout-s": engine.peer_timeout_s,
     }
+    if engine.device != "cpu":
+        # What its expert buffer and graphs are built for.
+        values |= {"--device": engine.device, "--slot": slot, "--capacity": config.scale.max_ranks}
     flags = [text for flag, value in values.items() for text in (flag, str(value))]
     return [sys.executable, "-m", REFERENCE, *flags]
 
@@ -90,4 +97,7 @@ def parse_argv(argv: Sequence[str] | None = None) -> EngineSettings:
     for flag in ("--slots-per-rank", "--batch-tokens", "--max-context", "--kv-blocks"):
         parser.add_argument(flag, type=int, required=True)
     parser.add_argument("--peer-timeout-s", type=float, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--slot", type=int, default=0)
+    parser.add_argument("--capacity", type=int, default=1)
     return EngineSettings(**vars(parser.parse_args(argv)))

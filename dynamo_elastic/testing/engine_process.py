@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import time
 from collections.abc import Mapping
@@ -58,7 +59,10 @@ def engine_config(model: Path, run_dir: Path, **engine: Any) -> DeploymentConfig
 class EngineProcess:
     """One engine process in the slot of its worker; stop() it."""
 
-    def __init__(self, config: DeploymentConfig, slot: int) -> None:
+    def __init__(
+        self, config: DeploymentConfig, slot: int, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """It boots with our environment, and what `environment` has besides."""
         self.worker_id = WorkerId(f"slot{slot}")
         self.control_dir = config.control_dir(slot)
         self.control_dir.mkdir(parents=True, exist_ok=True)
@@ -69,6 +73,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
             )
         self.client = EngineClient(self.control_dir / SOCKET_FILE)
         self.outputs: dict[str, list[Output]] = {}

@@ -38,8 +38,9 @@ NONE = Topology(Epoch(0))
 class Fleet:
     """Engines by worker id, and what a coordinator would have them do."""
 
-    def __init__(self, engines: Sequence[EngineProcess]) -> None:
+    def __init__(self, engines: Sequence[EngineProcess], shape: EngineShape = SHAPE) -> None:
         self.all = {e.worker_id: e for e in engines}
+        self._shape = shape
         self.in_force = NONE
 
     def of(self, topology: Topology) -> list[EngineProcess]:
@@ -48,7 +49,7 @@ class Fleet:
     def plan(self, target: int, *, skipped_epochs: int = 0) -> ScalePlan:
         """`skipped_epochs` were used since the one in force and came to nothing."""
         epoch = Epoch(self.in_force.epoch + 1 + skipped_epochs)
-        return plan_scale(PlanInput(self.in_force, target, epoch, SHAPE, list(self.all)))
+        return plan_scale(PlanInput(self.in_force, target, epoch, self._shape, list(self.all)))
 
     async def connect(self, after: Topology) -> None:
         members = self.of(after)

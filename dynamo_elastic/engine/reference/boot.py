@@ -21,6 +21,7 @@ import torch
 
 from dynamo_elastic.engine.base import ATTACH_FILE, DETACHED_FILE
 from dynamo_elastic.engine.launch import EngineSettings
+from dynamo_elastic.engine.reference.device import Device, make_device
 from dynamo_elastic.engine.reference.experts import LocalExperts
 from dynamo_elastic.engine.reference.kv import KvCache
 from dynamo_elastic.engine.reference.model import Model, Routing, Row, TileSize, Weights
@@ -28,6 +29,7 @@ from dynamo_elastic.engine.reference.scheduler import least_blocks
 from dynamo_elastic.engine.renew import redirect
 from dynamo_elastic.engine.shape import ModelShape, read_shape
 from dynamo_elastic.errors import ConfigError, EngineError
+from dynamo_elastic.memory.base import ArenaLike
 
 ATTACH_POLL_S = 0.01
 
@@ -40,18 +42,30 @@ class WarmEngine:
     """All of an engine but its identity and its peers."""
 
     settings: EngineSettings
+    device: Device
     shape: ModelShape
     weights: Weights
     cache: KvCache
+    scratch: KvCache
+    """For one sequence, beside those that are served."""
     model: Model
     local: LocalExperts
     probe: str
     """Digest of the logits of the self-test step."""
 
     def discard(self) -> None:
-        """Give back all pages of weights and keys; they read as zero after this."""
-        self.weights.arena.discard()
-        self.cache.arena.discard()
+        """Give back all memory of weights and keys."""
+        for arena in self._arenas:
+            arena.discard()
+
+    def populate(self) -> None:
+        """Have that memory again, its contents lost."""
+        for arena in self._arenas:
+            arena.populate()
+
+    @property
+    def _arenas(self) -> tuple[ArenaLike, ...]:
+        return (self.weights.arena, self.cache.arena, self.scratch.arena)
 
 
 def warm_up(settings: EngineSettings) -> WarmEngine:
@@ -66,42 +80,46 @@ def warm_up(settings: EngineSettings) -> WarmEngine:
                 f"engine.max_context {settings.max_context}; give at least {least_blocks(tile)}"
             ]
         )
-    weights = Weights(shape, settings.slots_per_rank)
-    cache = KvCache(shape, settings.kv_blocks)
+    device = make_device(settings)
+    weights = Weights(shape, settings.slots_per_rank, device.store)
+    cache = KvCache(shape, settings.kv_blocks, device.store)
+    scratch = KvCache(shape, tile.context_blocks, device.store)
     model = Model(weights, tile)
     local = LocalExperts(weights, tile.batch_tokens)
-    probe = self_test(model, local)
-    return WarmEngine(settings, shape, weights, cache, model, local, probe)
+    probe = self_test(model, local, scratch)
+    # Closed at once: what it compiled and captured stays.
+    device.executor(model, cache, local).close()
+    return WarmEngine(settings, device, shape, weights, cache, scratch, model, local, probe)
 
 
-def self_test(model: Model, local: LocalExperts) -> str:
+def self_test(model: Model, local: LocalExperts, cache: KvCache) -> str:
     """Digest of the logits of one step over made-up weights, which are left in the arena.
 
     The dense weights and slot 0 are filled from a fixed pattern; all rows go to slot 0.
     """
     generator = torch.Generator().manual_seed(0)
     pattern = torch.randn(_PATTERN_FLOATS, generator=generator) / 16
+    pattern = pattern.to(model.weights.store.device, model.weights.store.dtype)
     for name, tensor in model.weights.tensors.items():
         if name.startswith(("dense/", "slot0/")):
             flat = tensor.view(-1)
-            for start in range(0, len(flat), _PATTERN_FLOATS):
-                part = flat[start : start + _PATTERN_FLOATS]
-                part.copy_(pattern[: len(part)])
+            whole = len(flat) // len(pattern) * len(pattern)
+            flat[:whole].view(-1, len(pattern)).copy_(pattern)
+            flat[whole:].copy_(pattern[: len(flat) - whole])
 
     def slot_zero(routing: Routing) -> torch.Tensor:
         return local.compute(0, routing.layer, routing.hidden)
 
-    cache = KvCache(model.shape, model.tile.context_blocks)
     blocks = list(range(1, 1 + model.tile.context_blocks))
     count = min(model.tile.batch_tokens, model.tile.max_context, model.shape.vocab_size)
     rows = [Row(position, position, blocks) for position in range(count)]
-    logits = model.forward(rows, cache, slot_zero)
+    logits = model.forward(rows, cache, slot_zero).cpu()
     return hashlib.blake2s(logits.numpy().tobytes()).hexdigest()
 
 
 def prove(engine: WarmEngine) -> None:
     """Raise EngineError unless this process computes what it did when it was warmed up."""
-    digest = self_test(engine.model, engine.local)
+    digest = self_test(engine.model, engine.local, engine.scratch)
     if digest != engine.probe:
         raise EngineError(
             f"self-test: logits digest {digest} is not the {engine.probe} of the warm-up; "

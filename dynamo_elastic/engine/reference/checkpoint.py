@@ -1,4 +1,5 @@
-"""Weights from model.safetensors into the arena: the only reader of that file."""
+"""Weights of a model into the arena: from model.safetensors, of which this is the only reader, or
+made up from a seed."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from dynamo_elastic.engine.reference.layout import Piece, dense_pieces, expert_pieces
 from dynamo_elastic.engine.reference.model import Weights
+from dynamo_elastic.engine.reference.seeded import make_piece, read_seed
 from dynamo_elastic.errors import ConfigError
 from dynamo_elastic.topology import EMPTY
 
@@ -22,6 +24,12 @@ def load_weights(model_dir: Path, weights: Weights, experts: Sequence[int]) -> l
     Returns the regions that were filled. Raises ConfigError if the file does not hold the model
     that config.json describes; the arena then holds a part of it.
     """
+    seed = read_seed(model_dir)
+    if seed is not None:
+        pieces = list(_pieces(weights, experts))
+        for piece in pieces:
+            make_piece(weights.tensors[piece.name], piece, seed)
+        return [piece.name for piece in pieces]
     path = model_dir / WEIGHTS_FILE
     filled = []
     try:

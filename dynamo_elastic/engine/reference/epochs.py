@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_elastic.comm.base import ExpertGroup
-from dynamo_elastic.comm.host_group import HostExpertGroup
 from dynamo_elastic.comm.transfer_plan import Chunk, plan_copies, plan_dense
 from dynamo_elastic.engine.base import EngineState, PushReport
 from dynamo_elastic.engine.reference.checkpoint import load_weights
-from dynamo_elastic.engine.reference.kv import KvCache
+from dynamo_elastic.engine.reference.device import Executor
+from dynamo_elastic.engine.reference.kv import BLOCK_TOKENS, KvCache
 from dynamo_elastic.engine.reference.layout import slot_prefix
 from dynamo_elastic.engine.reference.loop import StepLoop
 from dynamo_elastic.engine.reference.membership import Membership
@@ -37,10 +37,20 @@ class Epochs:
     """The epochs of one engine, from open() to disconnect()."""
 
     def __init__(
-        self, loop: StepLoop, model: Model, model_dir: Path, worker_id: WorkerId, own: Transfers
+        self,
+        loop: StepLoop,
+        executor: Executor,
+        model: Model,
+        scratch: KvCache,
+        model_dir: Path,
+        worker_id: WorkerId,
+        own: Transfers,
     ) -> None:
+        """`scratch` holds the context of one sequence; the steps of `loop` don't use it."""
         self._loop = loop
+        self._executor = executor
         self._model = model
+        self._scratch = scratch
         self._model_dir = model_dir
         self._worker_id = worker_id
         self._own = own
@@ -54,7 +64,7 @@ class Epochs:
         self._drop(Epoch(epoch - 1))
         group = self._group(epoch)
         if group is None:
-            group = self._opened[epoch] = HostExpertGroup(epoch, rank, world_size)
+            group = self._opened[epoch] = self._executor.group(epoch, rank, world_size)
             failpoint("engine.after_open")
         if (group.rank, group.world_size) != (rank, world_size):
             raise EngineError(f"epoch {epoch} is open here as {group.rank} of {group.world_size}")
@@ -225,11 +235,11 @@ class Epochs:
 
     def probe(self) -> str:
         """Digest of the logits of one step with all experts masked, beside whatever else runs."""
-        cache = KvCache(self._model.shape, blocks=1)
         vocabulary = self._model.shape.vocab_size
-        count = min(self._model.tile.batch_tokens, vocabulary)
-        rows = [Row(token, token, [1]) for token in range(min(count, 16))]
-        logits = self._model.forward(rows, cache, no_experts)[: len(rows)]
+        count = min(self._model.tile.batch_tokens, vocabulary, BLOCK_TOKENS)
+        rows = [Row(token, token, [1]) for token in range(count)]
+        with self._executor.beside():
+            logits = self._model.forward(rows, self._scratch, no_experts)[: len(rows)].cpu()
         return hashlib.blake2s(logits.numpy().tobytes()).hexdigest()
 
     def install(self, topology: Topology, digests: dict[str, str]) -> None:
@@ -279,7 +289,9 @@ class Epochs:
             group.close()
         self._opened.clear()
         self._own.close()
+        self._executor.close()
 
     def _forget_strangers(self) -> None:
         memberships = [m for m in (self._loop.current, self._loop.pending) if m is not None]
         self._own.keep_only({w for m in memberships for w in m.topology.worker_ids})
+        self._executor.keep_only([*(m.group for m in memberships), *self._opened.values()])

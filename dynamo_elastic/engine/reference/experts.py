@@ -29,7 +29,9 @@ class LocalExperts:
     """The expert slots of this rank, computed in tiles of a fixed number of rows."""
 
     def __init__(self, weights: Weights, tile_rows: int) -> None:
-        self._tile = torch.zeros(tile_rows, weights.shape.hidden_size)
+        store = weights.store
+        size = (tile_rows, weights.shape.hidden_size)
+        self._tile = torch.zeros(size, dtype=store.dtype, device=store.device)
         names = [
             [
                 f"{slot_prefix(slot)}layers.{layer}."
@@ -55,7 +57,7 @@ class Placement:
     """Which replicas of each expert may be used: those of a topology on ranks that live."""
 
     def __init__(self, topology: Topology, me: Rank, num_experts: int, masked: frozenset[Rank]):
-        self._me = me
+        self.me = me
         self._replicas: list[list[tuple[Rank, int]]] = [[] for _ in range(num_experts)]
         for rank, member in enumerate(topology.members):
             for slot, expert in enumerate(member.experts):
@@ -67,11 +69,15 @@ class Placement:
         """Experts without a replica that lives."""
         return tuple(e for e, replicas in enumerate(self._replicas) if not replicas)
 
+    def replicas(self, expert: int) -> list[tuple[Rank, int]]:
+        """Rank and slot of every replica that may be used, our own alone if there is one."""
+        replicas = self._replicas[expert]
+        return [r for r in replicas if r[0] == self.me] or replicas
+
     def choose(self, expert: int, row: int) -> tuple[Rank, int]:
         """Rank and slot for `row`: our own replica if there is one, else spread by row."""
-        replicas = self._replicas[expert]
-        own = [r for r in replicas if r[0] == self._me]
-        return own[0] if own else replicas[(row + self._me) % len(replicas)]
+        replicas = self.replicas(expert)
+        return replicas[(row + self.me) % len(replicas)]
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from dynamo_elastic.engine.reference.layout import FLOAT_BYTES
+from dynamo_elastic.engine.reference.store import HOST, Store
 from dynamo_elastic.engine.shape import ModelShape
-from dynamo_elastic.memory.arena import HostArena, layout
+from dynamo_elastic.memory.arena import layout
 
 BLOCK_TOKENS = 16
 SCRATCH_BLOCK = 0
@@ -25,14 +25,12 @@ class KvCache:
     gathering blocks yields each head's context in one piece.
     """
 
-    def __init__(self, shape: ModelShape, blocks: int) -> None:
+    def __init__(self, shape: ModelShape, blocks: int, store: Store = HOST) -> None:
         sizes = (shape.num_key_value_heads, 1 + blocks, BLOCK_TOKENS, shape.head_dim)
-        size_bytes = FLOAT_BYTES * torch.Size(sizes).numel()
+        size_bytes = store.dtype.itemsize * torch.Size(sizes).numel()
         names = [f"kv/layers.{i}.{p}" for i in range(shape.num_hidden_layers) for p in "kv"]
-        self.arena = HostArena(layout((name, size_bytes) for name in names))
-        tensors = [
-            self.arena.tensor(self.arena.region(name), torch.float32, sizes) for name in names
-        ]
+        self.arena = store.arena(layout((name, size_bytes) for name in names))
+        tensors = [self.arena.tensor(self.arena.region(name), store.dtype, sizes) for name in names]
         self.keys, self.values = tensors[0::2], tensors[1::2]
 
 

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dynamo_elastic.engine.shape import ModelShape
 
 DENSE = "dense/"
-FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One weight: a float32 tensor of `shape`, the `sources` of the file stacked on dimension 0."""
+    """One weight: a tensor of `shape`, the `sources` of the file stacked on dimension 0."""
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[str, ...]
 
-    @property
-    def size_bytes(self) -> int:
-        count = FLOAT_BYTES
-        for n in self.shape:
-            count *= n
-        return count
+    def size_bytes(self, item_bytes: int) -> int:
+        """With so many bytes a number."""
+        return item_bytes * math.prod(self.shape)
 
 
 def dense_pieces(shape: ModelShape) -> Iterator[Piece]:

@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dynamo_elastic.comm.nixl_agent import NixlAgent
 from dynamo_elastic.engine.base import SOCKET_FILE, Attach
 from dynamo_elastic.engine.reference.boot import WarmEngine, prove
+from dynamo_elastic.engine.reference.device import Executor
 from dynamo_elastic.engine.reference.epochs import Epochs
 from dynamo_elastic.engine.reference.feed import Feed
 from dynamo_elastic.engine.reference.loop import StepLoop
@@ -32,33 +32,41 @@ def live(engine: WarmEngine, attach: Attach) -> None:
     left, and the environment is as before. Raises EngineError if the self-test fails."""
     with _identity(attach):
         began_s = time.monotonic()
+        engine.populate()
         prove(engine)
+        executor = engine.device.executor(engine.model, engine.cache, engine.local)
         proven_s = time.monotonic()
-        own = Transfers(engine.weights, NixlAgent(attach.incarnation))
+        own = Transfers(engine.weights, engine.device.agent(attach.incarnation, engine.weights))
         _log.info(
             "attached as %s: self-test %.0f ms, transfer agent %.0f ms",
             attach.incarnation,
             (proven_s - began_s) * 1e3,
             (time.monotonic() - proven_s) * 1e3,
         )
-        _serve(engine, attach, own)
+        _serve(engine, attach, own, executor)
         _log.info("%s is detached", attach.incarnation)
 
 
-def _serve(engine: WarmEngine, attach: Attach, own: Transfers) -> None:
+def _serve(engine: WarmEngine, attach: Attach, own: Transfers, executor: Executor) -> None:
     rpc_loop = asyncio.new_event_loop()
     rpc = threading.Thread(target=rpc_loop.run_forever, name="rpc", daemon=True)
     rpc.start()
     feed = Feed(rpc_loop)
     loop = StepLoop(
-        engine.model,
-        engine.cache,
-        engine.local,
+        executor,
         Scheduler(engine.model.tile, engine.settings.kv_blocks, engine.shape.vocab_size),
         feed.put,
         peer_timeout_s=engine.settings.peer_timeout_s,
     )
-    epochs = Epochs(loop, engine.model, engine.settings.model, attach.worker_id, own)
+    epochs = Epochs(
+        loop,
+        executor,
+        engine.model,
+        engine.scratch,
+        engine.settings.model,
+        attach.worker_id,
+        own,
+    )
     service = ReferenceEngine(attach, loop, epochs, feed)
     server = RpcServer(
         engine.settings.control_dir / SOCKET_FILE,

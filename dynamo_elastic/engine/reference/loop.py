@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from dynamo_elastic.engine.base import EngineState, Finish, Output, Request, SwitchReport
 from dynamo_elastic.engine.reference.calls import CallQueue
-from dynamo_elastic.engine.reference.experts import ExpertStep, LocalExperts
-from dynamo_elastic.engine.reference.kv import KvCache
+from dynamo_elastic.engine.reference.device import Executor
 from dynamo_elastic.engine.reference.membership import (
     ControlRecord,
     Membership,
@@ -25,9 +24,8 @@ from dynamo_elastic.engine.reference.membership import (
     encode_record,
     placement_digest,
 )
-from dynamo_elastic.engine.reference.model import Model
 from dynamo_elastic.engine.reference.sampling import sample
-from dynamo_elastic.engine.reference.scheduler import Batch, Chunk, Scheduler
+from dynamo_elastic.engine.reference.scheduler import Chunk, Scheduler
 from dynamo_elastic.errors import EngineError, PeerLost
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.topology import Topology
@@ -50,9 +48,7 @@ class StepLoop:
 
     def __init__(
         self,
-        model: Model,
-        cache: KvCache,
-        local: LocalExperts,
+        executor: Executor,
         scheduler: Scheduler,
         emit: Callable[[list[Output]], None],
         *,
@@ -68,9 +64,7 @@ class StepLoop:
         self.scheduler = scheduler
         self.calls = CallQueue()
         """What other threads have run here, between two steps."""
-        self._model = model
-        self._cache = cache
-        self._local = local
+        self._executor = executor
         self._emit = emit
         self._peer_timeout_s = peer_timeout_s
         self._switched: dict[Epoch, Future[SwitchReport]] = {}
@@ -169,26 +163,15 @@ class StepLoop:
         if not current.proven:
             failpoint("engine.before_first_step")
         batch = self.scheduler.plan()
-        masked = current.group.masked
-        experts = ExpertStep(
-            current.group, current.placement, self._local, timeout_s=self._peer_timeout_s
-        )
-        tokens = self._compute(batch, experts)
-        if experts.lost or current.group.masked != masked:
-            _log.warning("step discarded: lost ranks %s", sorted(current.group.masked - masked))
+        result = self._executor.step(batch.rows, current)
+        if result.lost:
+            _log.warning("step discarded: lost ranks %s", sorted(current.group.masked))
             return
+        tokens = [_sample(c, result.logits) if c.samples else None for c in batch.chunks]
         self.step += 1
         self._send(self.scheduler.commit(batch, tokens))
         if not current.proven:
             self._prove(current)
-
-    def _compute(self, batch: Batch, experts: ExpertStep) -> list[int | None]:
-        """The token of each chunk that yields one. Without rows, only serve the other ranks."""
-        if not batch.rows:
-            self._model.idle(experts)
-            return []
-        logits = self._model.forward(batch.rows, self._cache, experts).numpy()
-        return [_sample(chunk, logits) if chunk.samples else None for chunk in batch.chunks]
 
     def _prove(self, current: Membership) -> None:
         """The first step of a new group was right: the old one is not needed any more."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dynamo_elastic.engine.reference.checkpoint import WEIGHTS_FILE
 from dynamo_elastic.engine.reference.layout import dense_pieces, expert_pieces
+from dynamo_elastic.engine.reference.seeded import SEED_FIELD
 from dynamo_elastic.engine.shape import CONFIG_FILE, ModelShape
 
 SPECIAL = ("<eos>", "<unk>", "<system>", "<user>", "<assistant>")
@@ -96,8 +97,12 @@ def _random(name: str, size: tuple[int, ...], generator: torch.Generator) -> Ten
     return tensor * (scale / math.sqrt(size[1]))
 
 
-def write_model(directory: Path, shape: ModelShape = DEMO_SHAPE, *, seed: int = 0) -> None:
-    """Write config, weights, tokenizer and generation config into `directory`, which is made."""
+def write_model(
+    directory: Path, shape: ModelShape = DEMO_SHAPE, *, seed: int = 0, in_file: bool = True
+) -> None:
+    """Write config, weights, tokenizer and generation config into `directory`, which is made.
+
+    With `in_file` false the seed stands for the weights, which engines make up."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -108,12 +113,15 @@ def write_model(directory: Path, shape: ModelShape = DEMO_SHAPE, *, seed: int = 
         "torch_dtype": "float32",
         **asdict(shape),
     }
+    if not in_file:
+        config[SEED_FIELD] = seed
     generation = {"bos_token_id": EOS, "eos_token_id": shape.eos_token_id}
     _write_json(directory / CONFIG_FILE, config)
     _write_json(directory / "generation_config.json", generation)
     _write_json(directory / "tokenizer.json", _tokenizer(shape.vocab_size))
     _write_json(directory / "tokenizer_config.json", _tokenizer_config())
-    save_file(random_tensors(shape, seed), directory / WEIGHTS_FILE)
+    if in_file:
+        save_file(random_tensors(shape, seed), directory / WEIGHTS_FILE)
 
 
 def _tokenizer(vocab_size: int) -> dict[str, Any]:

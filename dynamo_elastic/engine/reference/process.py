@@ -9,7 +9,6 @@ import time
 
 import msgspec
 
-from dynamo_elastic.comm.nixl_agent import NixlAgent
 from dynamo_elastic.engine.base import Attach
 from dynamo_elastic.engine.launch import parse_argv
 from dynamo_elastic.engine.reference.boot import detach, wait_attach, warm_up
@@ -39,8 +38,7 @@ def run(began_s: float) -> None:
         parts = {"imports": time.monotonic() - began_s}
         engine = warm_up(settings)
         parts["model"] = time.monotonic() - began_s - sum(parts.values())
-        # Loads the transport's libraries; the agent leaves no thread and no descriptor behind.
-        NixlAgent("warm-up").close()
+        engine.device.warm_up()
         parts["transport"] = time.monotonic() - began_s - sum(parts.values())
         while True:
             detach(engine, parts)

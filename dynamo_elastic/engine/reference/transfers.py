@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dynamo_elastic.comm.base import MemoryKind, Span, TransferAgent
+from dynamo_elastic.comm.base import Span, TransferAgent
 from dynamo_elastic.comm.transfer_plan import Chunk
-from dynamo_elastic.comm.weights import Destination, Limits, digest, push
+from dynamo_elastic.comm.weights import Destination, Limits, push
 from dynamo_elastic.engine.reference.layout import DENSE
 from dynamo_elastic.engine.reference.model import Weights
 from dynamo_elastic.errors import EngineError
@@ -27,7 +27,7 @@ class Transfers:
         self._agent = agent
         self._peers: dict[WorkerId, Destination] = {}
         self._span = Span(weights.arena.address, weights.arena.size_bytes)
-        agent.register(self._span)
+        agent.register(self._span, weights.store.kind)
 
     def endpoint(self) -> dict[str, Any]:
         """What peers need to write into our arena."""
@@ -71,13 +71,13 @@ class Transfers:
         unknown = {c.target for c in chunks} - self._peers.keys()
         if unknown:
             raise EngineError(f"not connected to {sorted(unknown)}")
-        return push(self._agent, chunks, self._span, self._peers, MemoryKind.DRAM, _LIMITS)
+        kind = self.weights.store.kind
+        return push(self._agent, chunks, self._span, self._peers, kind, _LIMITS)
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """Digests of own regions. Raises EngineError for a name that there is not."""
-        arena = self.weights.arena
         try:
-            return {name: digest(arena.view(arena.region(name))) for name in names}
+            return {name: self.weights.digest(name) for name in names}
         except KeyError as exc:
             raise EngineError(f"there is no region {exc}") from exc
 

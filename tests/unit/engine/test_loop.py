@@ -12,6 +12,7 @@ import pytest
 
 from dynamo_elastic.engine.base import EngineState, Finish, Output, Request
 from dynamo_elastic.engine.reference.checkpoint import load_weights
+from dynamo_elastic.engine.reference.device import HostExecutor
 from dynamo_elastic.engine.reference.experts import LocalExperts
 from dynamo_elastic.engine.reference.kv import KvCache
 from dynamo_elastic.engine.reference.loop import StepLoop
@@ -89,9 +90,12 @@ class Bench:
         load_weights(model_dir, weights, ALL)
         self.outputs: list[Output] = []
         self.loop = StepLoop(
-            Model(weights, TILE),
-            KvCache(SMALL_SHAPE, blocks=8),
-            LocalExperts(weights, TILE.batch_tokens),
+            HostExecutor(
+                Model(weights, TILE),
+                KvCache(SMALL_SHAPE, blocks=8),
+                LocalExperts(weights, TILE.batch_tokens),
+                peer_timeout_s=1.0,
+            ),
             Scheduler(TILE, 8, SMALL_SHAPE.vocab_size),
             self.outputs.extend,
             peer_timeout_s=1.0,

@@ -1,0 +1,123 @@
+"""An engine on a GPU: bf16 weights in memory that no snapshot holds, NIXL EP, CUDA graphs.
+
+Imported in an engine process that has a GPU alone: it needs the driver's library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynamo_elastic.comm.base import MemoryKind, Span, TransferAgent
+from dynamo_elastic.comm.cuda_copy import CudaCopyEngine
+from dynamo_elastic.comm.expert_rules import check_shape
+from dynamo_elastic.comm.nixl_ep import NixlExpertBuffer
+from dynamo_elastic.comm.peer_push import PeerAgent, ReceivedChunk
+from dynamo_elastic.comm.tensor_digest import digest
+from dynamo_elastic.engine.launch import EngineSettings
+from dynamo_elastic.engine.reference.device import Executor
+from dynamo_elastic.engine.reference.experts import LocalExperts
+from dynamo_elastic.engine.reference.gpu_experts import stack_experts
+from dynamo_elastic.engine.reference.gpu_graphs import StepGraphs
+from dynamo_elastic.engine.reference.gpu_shape import buffer_shape
+from dynamo_elastic.engine.reference.gpu_steps import GpuExecutor, empty_table, tile_sizes
+from dynamo_elastic.engine.reference.kv import KvCache
+from dynamo_elastic.engine.reference.model import Model, Weights
+from dynamo_elastic.engine.shape import ModelShape, read_shape
+from dynamo_elastic.errors import EngineError
+from dynamo_elastic.memory.base import Chunk
+from dynamo_elastic.memory.cuda_vmm import CudaVmm
+from dynamo_elastic.memory.vmm import ImportedArena, VmmArena
+from dynamo_elastic.types import Incarnation, Rank, Region
+
+_PATTERN = 1 << 20
+"""Numbers after which fill() begins again."""
+
+
+class GpuStore:
+    """Memory of the current GPU that can be given back before a snapshot, bf16."""
+
+    dtype = torch.bfloat16
+    kind = MemoryKind.VRAM
+
+    def __init__(self, driver: CudaVmm) -> None:
+        self._driver = driver
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def arena(self, regions: Sequence[Region]) -> VmmArena:
+        return VmmArena(regions, self._driver, device=self.device.index)
+
+    def digest(self, data: Tensor) -> str:
+        return digest(data)
+
+
+class GpuDevice:
+    """A Device (see device.py) on the current GPU. Raises ConfigError if the model or the settings
+    don't fit NIXL EP, ResourceMissing without a GPU."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._shape = buffer_shape(settings, read_shape(settings.model))
+        self._seat = Rank(settings.slot)
+        check_shape(self._shape, self._seat)
+        self._driver = CudaVmm()
+        self.store = GpuStore(self._driver)
+        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._graphs: StepGraphs | None = None
+        self._table: Tensor | None = None
+
+    def agent(self, incarnation: Incarnation, weights: Weights) -> TransferAgent:
+        arena = weights.arena
+        if not isinstance(arena, VmmArena):
+            raise EngineError("weights that are not in a VMM arena can't be offered to peers")
+        device = self.store.device.index
+        engine = CudaCopyEngine(lambda chunks: self._map(chunks, device))
+        agent = PeerAgent(incarnation, engine, self._settings.control_dir)
+        agent.offer(Span(arena.address, arena.size_bytes, device), arena.export_chunks)
+        return agent
+
+    def _map(self, chunks: Sequence[ReceivedChunk], device: int) -> ImportedArena:
+        pieces = [Chunk(c.descriptor, c.offset, c.size_bytes) for c in chunks]
+        return ImportedArena(pieces, self._driver, device=device)
+
+    def warm_up(self) -> None:
+        """Nothing to do: the copy engine is the driver's own."""
+
+    def executor(self, model: Model, cache: KvCache, local: LocalExperts) -> Executor:
+        fill(model.weights)
+        buffer = NixlExpertBuffer(self._shape, self._seat)
+        graphs, table = self._parts(model, cache)
+        table.copy_(self._own_slots(model.shape))
+        graphs.use(buffer)
+        beside = torch.cuda.stream(self._side)
+        return GpuExecutor(buffer, graphs, table, model.tile, beside)
+
+    def _parts(self, model: Model, cache: KvCache) -> tuple[StepGraphs, Tensor]:
+        if self._graphs is None or self._table is None:
+            rows = model.tile.batch_tokens
+            self._table = empty_table(rows, model.shape.num_experts, self.store.device)
+            stacks = stack_experts(model.weights)
+            sizes = tile_sizes(rows)
+            self._graphs = StepGraphs(model, cache, stacks, self._table, sizes)
+        return self._graphs, self._table
+
+    def _own_slots(self, shape: ModelShape) -> Tensor:
+        """The first experts are in our slots, the others nowhere: for steps without peers."""
+        slots = self._settings.slots_per_rank
+        row = torch.full((shape.num_experts,), -1, dtype=torch.int64)
+        own = min(slots, shape.num_experts)
+        row[:own] = torch.arange(own) + self._seat * slots
+        return row.expand(self._settings.batch_tokens, -1)
+
+
+def fill(weights: Weights) -> None:
+    """Small numbers everywhere: memory that was just mapped may hold anything."""
+    end = max(r.offset + r.size_bytes for r in weights.arena.regions)
+    whole = weights.arena.tensor(Region("all", 0, end), torch.uint8, (end,))
+    numbers = whole[: end // 2 * 2].view(weights.store.dtype)
+    pattern = ((torch.arange(_PATTERN, device=whole.device) % 127 - 63) / 1024).to(numbers.dtype)
+    count = len(numbers) // _PATTERN * _PATTERN
+    numbers[:count].view(-1, _PATTERN).copy_(pattern)
+    numbers[count:].copy_(pattern[: len(numbers) - count])

@@ -1,0 +1,128 @@
+"""The graphs of a GPU engine: one a tile size, kept from life to life and buffer to buffer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynamo_elastic.comm.base import ExpertBuffer
+from dynamo_elastic.comm.cuda_graphs import CudaGraphDriver, keep_graphs_patchable
+from dynamo_elastic.comm.graph_rebind import GraphRebinder, verify
+from dynamo_elastic.engine.reference.gpu_experts import BufferExperts, ExpertStacks
+from dynamo_elastic.engine.reference.kv import KvCache
+from dynamo_elastic.engine.reference.model import Model, Routing, tile_columns
+from dynamo_elastic.errors import RebindFailed, RebindRefused
+
+_TOLERANCE = 0.02
+"""Relative error of a replay against the same step without a graph: bf16 rounding."""
+
+_log = logging.getLogger(__name__)
+
+
+class StepGraphs:
+    """Tiles (see gpu_steps) as CUDA graphs, captured with the first buffer that use() is given and
+    rebound to every later one. Weights and keys must have memory whenever something runs."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KvCache,
+        stacks: ExpertStacks,
+        table: Tensor,
+        sizes: Sequence[int],
+    ) -> None:
+        keep_graphs_patchable()
+        self.sizes = tuple(sizes)
+        self._model = model
+        self._cache = cache
+        self._stacks = stacks
+        self._table = table
+        self._driver = CudaGraphDriver()
+        columns = tile_columns(model.tile)
+        self._inputs = {
+            size: torch.zeros(size, columns, dtype=torch.int64, device=table.device)
+            for size in self.sizes
+        }
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._outputs: dict[int, Tensor] = {}
+        self._rebinder: GraphRebinder | None = None
+
+    def use(self, buffer: ExpertBuffer) -> None:
+        """The graphs run over `buffer`, which has no peers yet; proven by a replay. If they can't
+        be rebound they are captured again. Raises RebindFailed if not even that is right."""
+        began_s = time.monotonic()
+        experts = {
+            size: BufferExperts(buffer, self._stacks, self._table, tile)
+            for size, tile in self._inputs.items()
+        }
+        try:
+            how = self._rebind(buffer, experts)
+            self._check(experts)
+        except (RebindRefused, RebindFailed) as exc:
+            _log.warning("graphs are captured again: %s", exc)
+            how = self._capture(buffer, experts)
+            self._check(experts)
+        _log.info("%s in %.0f ms", how, (time.monotonic() - began_s) * 1e3)
+
+    def _rebind(self, buffer: ExpertBuffer, experts: dict[int, BufferExperts]) -> str:
+        if self._rebinder is None:
+            return self._capture(buffer, experts)
+        rebound = self._rebinder.rebind(
+            self._driver.probe(lambda: self._layer(experts), buffer.memory, buffer.parity)
+        )
+        return f"{sum(rebound.written.values())} of {self._rebinder.node_count} nodes rebound"
+
+    def _capture(self, buffer: ExpertBuffer, experts: dict[int, BufferExperts]) -> str:
+        self._graphs.clear()
+        self._outputs.clear()
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):
+            self._eager(size, experts[size])  # Libraries load their kernels outside of a capture.
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            with torch.cuda.graph(graph, pool=pool):
+                self._outputs[size] = self._eager(size, experts[size])
+            self._graphs[size] = graph
+        probe = self._driver.probe(lambda: self._layer(experts), buffer.memory, buffer.parity)
+        self._rebinder = GraphRebinder(self._driver, list(self._graphs.values()), probe)
+        return f"{len(self._graphs)} graphs of {self._rebinder.node_count} nodes captured"
+
+    def _eager(self, size: int, experts: BufferExperts) -> Tensor:
+        return self._model.compute(self._inputs[size], size, self._cache, experts)
+
+    def _layer(self, experts: dict[int, BufferExperts]) -> None:
+        """Every kernel that the graphs launch on the buffer, once for each tile size."""
+        shape = self._model.shape
+        for size, run in experts.items():
+            hidden = torch.zeros(size, shape.hidden_size, device=self._table.device)
+            chosen = torch.arange(shape.num_experts_per_tok, device=self._table.device)
+            chosen = chosen.expand(size, -1).contiguous()
+            with torch.inference_mode():
+                run(Routing(0, size, hidden.to(torch.bfloat16), chosen, chosen.float()))
+
+    def _check(self, experts: dict[int, BufferExperts]) -> None:
+        """One step with a token in every row, with and without its graph."""
+        size = self.sizes[0]
+        tile = torch.zeros_like(self._inputs[size])
+        tile[:, 0] = torch.arange(size) % self._model.shape.vocab_size
+        tile[:, 3] = 1
+        self._inputs[size].copy_(tile)
+        error = verify(
+            lambda: self._replay(size),
+            lambda: self._eager(size, experts[size]),
+            tolerance=_TOLERANCE,
+        )
+        _log.info("a replay differs from eager by %.5f", error)
+
+    def _replay(self, size: int) -> Tensor:
+        self._graphs[size].replay()
+        return self._outputs[size]
+
+    def run(self, tile: Tensor) -> Tensor:
+        size = len(tile)
+        self._inputs[size].copy_(tile)
+        return self._replay(size)
