@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping
-from contextlib import suppress
 
 from dynamo_elastic.dynamo.base import ControlRoute, Handler, InstanceSpec, Load
 from dynamo_elastic.dynamo.seat import Seat
 from dynamo_elastic.errors import RegistrationFailed
+
+log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.1
 """The frontend sees a change a moment after we do."""
@@ -49,8 +51,11 @@ class DynamoInstance:
         """See Registrar. Returns once a Dynamo client of this process sees instance and card."""
         tag = json.dumps(dict(sorted(runtime_data.items())))
         if self._main.published:
-            with suppress(RegistrationFailed):
+            try:
                 await self._replace(tag)
+            except RegistrationFailed as exc:
+                log.warning("registered anew: %s", exc)
+            else:
                 return self.instance_id
         await self._main.publish(tag)
         self._main.start_reporting()

@@ -1,4 +1,5 @@
-"""Control routes of real workers over HTTP: asked, refused, obeyed, while clients stream."""
+"""Control routes of real workers over HTTP: asked, refused, obeyed, while clients stream through
+the KV router."""
 
 from __future__ import annotations
 
@@ -45,6 +46,7 @@ def test_workers_answer_and_are_obeyed(tmp_path: Path) -> None:
         "test-control",
         planner={"enabled": False},
         snapshot={"enabled": False},
+        frontend={"router_mode": "kv"},
         workers={"system_port": free_system_port(4)},
     )
     with (

@@ -18,6 +18,7 @@ from dynamo_elastic.coordinator.records import (
     encode,
 )
 from dynamo_elastic.coordinator.store import Delete, Put
+from dynamo_elastic.coordinator.targets import request_scale
 from dynamo_elastic.dynamo.decisions import PlannerKeys
 from dynamo_elastic.dynamo.watcher import PlannerWatcher, Widths
 from dynamo_elastic.errors import StoreUnavailable
@@ -207,6 +208,23 @@ def test_a_newer_decision_takes_the_place_of_one_under_way() -> None:
             bench.answering = True
             await bench.decide(1, 2)
         assert (bench.acknowledged, bench.unreached) == ("1", [])
+
+    run(main())
+
+
+def test_a_user_who_scales_meanwhile_wins_and_the_planner_sees_why() -> None:
+    async def main() -> None:
+        bench = Bench()
+        bench.answering = False
+        async with bench.watching():
+            await bench.decide(0, 4)
+            await request_scale(bench.store, KEYS, 2, "cli")
+            await asyncio.sleep(1.0)
+        assert [(t.ranks, t.source) for t in bench.targets] == [(4, "planner"), (2, "cli")]
+        assert bench.acknowledged == "0"
+        assert "target 2 by cli" in bench.unreached[0]
+        assert "supersedes 4 by planner decision 0" in bench.unreached[0]
+        assert bench.unreached[0] in bench.warnings[0]
 
     run(main())
 
