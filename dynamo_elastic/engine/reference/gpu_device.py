@@ -14,7 +14,8 @@ from dynamo_elastic.comm.base import MemoryKind, Span, TransferAgent
 from dynamo_elastic.comm.cuda_copy import CudaCopyEngine
 from dynamo_elastic.comm.expert_rules import check_shape
 from dynamo_elastic.comm.nixl_ep import NixlExpertBuffer
-from dynamo_elastic.comm.peer_push import PeerAgent, ReceivedChunk
+from dynamo_elastic.comm.peer_link import ReceivedChunk
+from dynamo_elastic.comm.peer_push import PeerAgent
 from dynamo_elastic.comm.tensor_digest import digest
 from dynamo_elastic.engine.launch import EngineSettings
 from dynamo_elastic.engine.reference.device import Executor
@@ -75,7 +76,7 @@ class GpuDevice:
         device = self.store.device.index
         engine = CudaCopyEngine(lambda chunks: self._map(chunks, device))
         agent = PeerAgent(incarnation, engine, self._settings.control_dir)
-        agent.offer(Span(arena.address, arena.size_bytes, device), arena.export_chunks)
+        agent.offer(Span(arena.address, arena.size_bytes, device), arena.export_chunks())
         return agent
 
     def _map(self, chunks: Sequence[ReceivedChunk], device: int) -> ImportedArena:
