@@ -168,11 +168,15 @@ class Slots:
                 parked = await self._take_parked(slot, request.tiers)
                 slot.move(SlotState.STARTING)
                 slot.parked = None
+                record = None
                 try:
                     record = await self._starter.start(request, parked)
-                except BaseException:
-                    slot.free()
-                    raise
+                finally:
+                    came_back = record is not None and record.tier is Tier.PARKED
+                    if isinstance(parked, ParkedRecord) and not came_back:
+                        self._count_eviction(slot.number, Eviction.FAILED)
+                    if record is None:
+                        slot.free()
                 slot.move(SlotState.SERVING)
                 slot.engine = record
                 self._watch(slot)

@@ -141,6 +141,7 @@ def main() -> None:
     drawn = standin_state.warm()
     report: dict[str, Any] = {"planted": str(planted), "draws": drawn}
     report["probe"] = _work(state, args.torch)
+    report["cuda"] = {"multicast": 0, "ipc_imports": 0, "managed_bytes": 0}
     report |= {"facts": standin_state.facts(), "found_cache": _compile(args)}
     lives = 0
     while True:

@@ -165,6 +165,7 @@ async def test_parked_engine_that_does_not_come_back_is_tried_once(directory: Pa
         assert await here.states() == [SlotState.FREE] * 2
         assert here.metrics.value("engine_starts_total", tier="parked", outcome="failed") == 1
         assert here.metrics.value("fall_throughs_total", tier="parked", reason="failed") == 1
+        assert here.evicted("failed") == 1
         assert (await here.start()).tier is Tier.COLD
 
 
