@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from dynamo_elastic.config import DeploymentConfig, VllmEngineConfig
 from dynamo_elastic.config_launch import (
+    PROCESSES,
     engine_layer,
     launch_parser,
     read_launch_line,
@@ -129,6 +131,29 @@ def test_a_bad_slot(file: str, text: str | None, says: str) -> None:
 def test_no_file(file: str) -> None:
     (fault,) = faults()
     assert fault == "--elastic-config: is required; or set DYN_ELASTIC_CONFIG"
+
+
+def containers(node: object) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        if "command" in node and "image" in node:
+            yield node
+        node = list(node.values())
+    for inner in node if isinstance(node, list) else []:
+        yield from containers(inner)
+
+
+def test_launch_lines_of_the_kubernetes_manifests_are_read() -> None:
+    read = []
+    for path in sorted((Path(__file__).parents[2] / "deploy" / "kubernetes").glob("*.yaml")):
+        for container in containers(list(yaml.safe_load_all(path.read_text()))):
+            process = container["command"][-1].removeprefix("dynamo_elastic.")
+            if process in PROCESSES:
+                parser = launch_parser(process)
+                own, unknown = parser.parse_known_args(container.get("args", []))
+                assert unknown == []
+                assert own.elastic_config == Path("/etc/dynamo-elastic/deployment.yaml")
+                read.append(process)
+    assert sorted(read) == sorted(PROCESSES)
 
 
 def test_ours_need_one_value() -> None:

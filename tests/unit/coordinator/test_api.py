@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ import yaml
 from dynamo_elastic.config import ApiConfig
 from dynamo_elastic.coordinator.api import ApiServer, read_token
 from dynamo_elastic.coordinator.api_routes import ROUTES, openapi
-from dynamo_elastic.coordinator.api_views import in_use
+from dynamo_elastic.coordinator.api_views import TargetState, in_use
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
 from dynamo_elastic.coordinator.records import Keys, WarningRecord, encode
 from dynamo_elastic.coordinator.store import Put, Versioned
@@ -139,6 +141,23 @@ async def test_a_target_is_absolute_and_asking_twice_is_asking_once() -> None:
         before = (await here.status()).last
         assert (await client.put(200, target=4))["state"] == "unchanged"
         assert (await here.status()).last == before, "no operation"
+
+
+@asyncio_test
+async def test_the_documents_example_is_served() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "http-api.md").read_text()
+    (line,) = [x for x in page.splitlines() if x.startswith("curl ")]
+    words = shlex.split(line)
+    body = json.loads(words[words.index("-d") + 1])
+    async with served() as (here, client):
+        assert words[words.index("-X") + 2] == "127.0.0.1:9087/v1/target"
+        assert (await client.put(202, **body))["state"] == "running"
+        await client.until_reached(body["request_id"], body["target"])
+        assert (await here.status()).width == 4
+    for route in ROUTES:
+        assert f"`{route.method.upper()} {route.path}`" in page
+    states = {s for s in re.findall(r"`([a-z]+)`", page) if s in set(TargetState)}
+    assert states == set(TargetState)
 
 
 @asyncio_test
