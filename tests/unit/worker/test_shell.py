@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_elastic.agent.base import Tier
+from dynamo_elastic.agent.base import SlotState, Tier
 from dynamo_elastic.coordinator.records import (
     AckRecord,
     AckStatus,
@@ -83,7 +83,7 @@ class Bench:
     def __init__(self) -> None:
         self.store = FakeStore()
         self.engines: dict[str, FakeEngine] = {}
-        self.agent = FakeAgent(2, self._boot, {1: "image"})
+        self.agent = FakeAgent(2, self._boot, {1: "image"}, parks=True)
         self.registrar = FakeRegistrar()
         parts = ShellParts(
             ME, 1, self.store, KEYS, self.agent, self.registrar, lambda path: self.engines[path]
@@ -366,9 +366,21 @@ async def test_a_leaver_drains_and_is_parked(bench: Bench) -> None:
     await bench.commit(bench.topology(2, me=False))
     await asyncio.sleep(1.0)
     assert bench.state() is MemberState.LEAVING, "its operation parks it, nobody else"
-    await bench.must(Step.PARK)
+    parked = await bench.command(Step.PARK)
+    assert parked.payload == {"parked": True, "not_parked": ""}
     assert bench.state() is MemberState.STANDBY
-    assert not (await bench.agent.slots())[1].incarnation
+    slot = (await bench.agent.slots())[1]
+    assert (slot.incarnation, slot.state) == ("", SlotState.PARKED)
+
+
+@scenario
+async def test_an_engine_that_did_not_leave_by_itself_is_not_parked(bench: Bench) -> None:
+    await bench.join()
+    await bench.commit(bench.topology(2, me=False))
+    ended = await bench.command(Step.PARK)
+    assert ended.payload == {"parked": False, "not_parked": ""}
+    assert bench.state() is MemberState.STANDBY
+    assert (await bench.agent.slots())[1].state is SlotState.FREE
 
 
 @scenario
