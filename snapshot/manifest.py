@@ -13,13 +13,13 @@ from dynamo_elastic.errors import SnapshotDamaged
 from dynamo_elastic.snapshot.fingerprint import Fingerprint
 from dynamo_elastic.snapshot.sizes import ImageSizes
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MANIFEST_FILE = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """One file of the image. `digest` is its xxh3_128 in hex."""
+    """One file of the image. `digest` is that of checks.digest_file()."""
 
     name: str
     size_bytes: int

@@ -109,7 +109,7 @@ def _altered(members: list[Member]) -> list[Member]:
 
 def _schema(members: list[Member]) -> list[Member]:
     manifest, data = members[0]
-    return [(manifest, data.replace(b'"schema_version": 3', b'"schema_version": 9')), *members[1:]]
+    return [(manifest, data.replace(b'"schema_version": 4', b'"schema_version": 9')), *members[1:]]
 
 
 BAD: dict[str, Callable[[list[Member]], list[Member]]] = {
@@ -133,7 +133,7 @@ BAD: dict[str, Callable[[list[Member]], list[Member]]] = {
     "its content was altered": _altered,
     "can't be read": lambda members: members[:-1],
     "does not begin with the manifest": lambda members: members[::-1],
-    "schema 9, this version reads 3": _schema,
+    "schema 9, this version reads 4": _schema,
 }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_elastic.errors import SnapshotDamaged, SnapshotError, SnapshotInUse, SnapshotNotFound
+from dynamo_elastic.snapshot import checks
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.checks import digest_file
 from dynamo_elastic.snapshot.locks import locked_file
@@ -204,6 +205,28 @@ def test_digest_of_an_empty_file(tmp_path: Path) -> None:
     assert digest_file(tmp_path / "empty") == "99aa06d3014798d86001c324468d497f"
 
 
+def test_digest_in_pieces_tells_every_byte_and_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "PIECE_BYTES", 8)
+    path = tmp_path / "pages-1.img"
+
+    def digest(data: bytes) -> str:
+        path.write_bytes(data)
+        return digest_file(path)
+
+    good = b"aaaaaaaabbbbbbbbccc"
+    others = [
+        b"bbbbbbbbaaaaaaaaccc",
+        b"aaaaaaaabbbbbbbb",
+        b"aaaaaaaabbbbbbbbcc",
+        good + b"c",
+        *(good[:i] + b"x" + good[i + 1 :] for i in range(len(good))),
+    ]
+    assert len({digest(data) for data in (good, *others)}) == 1 + len(others)
+    assert digest(good) == digest(bytes(good))
+
+
 def test_every_byte_of_the_manifest_counts(catalog: Catalog) -> None:
     make(catalog)
     path = catalog.root / "slot0-a" / MANIFEST_FILE
@@ -222,8 +245,8 @@ def test_every_byte_of_the_manifest_counts(catalog: Catalog) -> None:
 def test_other_schema_is_named(catalog: Catalog) -> None:
     make(catalog)
     path = catalog.root / "slot0-a" / MANIFEST_FILE
-    path.write_bytes(path.read_bytes().replace(b'"schema_version": 3', b'"schema_version": 1'))
-    with pytest.raises(SnapshotDamaged, match="schema 1, this version reads 3"):
+    path.write_bytes(path.read_bytes().replace(b'"schema_version": 4', b'"schema_version": 1'))
+    with pytest.raises(SnapshotDamaged, match="schema 1, this version reads 4"):
         catalog.inspect("slot0-a")
 
 
