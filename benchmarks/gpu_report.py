@@ -74,8 +74,3 @@ def run(name: str, body: Callable[[Report], Awaitable[None]], *, deadline_s: flo
 def inventory(device: str) -> GpuInventory:
     """NVML, or nothing for a trial without a GPU."""
     return Nvml.open() if device == "cuda" else NoGpu()
-
-
-def used_bytes(gpus: GpuInventory) -> int:
-    """Memory in use on all GPUs of the host, by anybody."""
-    return sum(gpu.total_bytes - gpu.free_bytes for gpu in gpus.gpus())

@@ -10,12 +10,13 @@ import functools
 from typing import Any
 
 import numpy as np
-from gpu_report import SMALL, Report, inventory, run, used_bytes
+from gpu_report import SMALL, Report, inventory, run
 
 from dynamo_elastic.agent.base import Tier
 from dynamo_elastic.testing.cycles import SLOPE_CYCLES, slope
 from dynamo_elastic.testing.deployments import deployment
 from dynamo_elastic.testing.gpu_agent import GpuAgent, work_area
+from dynamo_elastic.testing.gpu_meter import used_bytes
 
 DEADLINE_S = 440.0
 AREA_BYTES = 8 << 30

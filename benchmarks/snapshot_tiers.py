@@ -13,7 +13,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from gpu_report import SMALL, Report, inventory, run, used_bytes
+from gpu_report import SMALL, Report, inventory, run
 
 from dynamo_elastic.agent.base import Tier
 from dynamo_elastic.agent.open_images import open_images
@@ -22,6 +22,7 @@ from dynamo_elastic.snapshot.base import GpuInventory
 from dynamo_elastic.snapshot.manifest import Manifest
 from dynamo_elastic.testing.deployments import deployment
 from dynamo_elastic.testing.gpu_agent import GpuAgent, Started, work_area
+from dynamo_elastic.testing.gpu_meter import used_bytes
 from dynamo_elastic.testing.gpu_settings import gpu_argv
 
 DEADLINE_S = 440.0

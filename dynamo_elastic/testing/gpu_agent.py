@@ -23,9 +23,11 @@ from pydantic import TypeAdapter
 from dynamo_elastic.agent.base import StartedEngine, Tier
 from dynamo_elastic.agent.client import AgentClient
 from dynamo_elastic.agent.host import NAMESPACE_FILE
+from dynamo_elastic.agent.records import ENGINE_LOG
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.errors import ElasticError, EngineError
 from dynamo_elastic.ipc import RpcClient, wait_for_socket
+from dynamo_elastic.snapshot.base import BOOT_LOG
 from dynamo_elastic.snapshot.process import ProcessRef, alive, identify, kill_and_wait
 from dynamo_elastic.testing import gpu_agent_process
 from dynamo_elastic.types import Epoch, OperationId, WorkerId
@@ -35,6 +37,7 @@ _ENGINE_TIMEOUT_S = 180.0
 _CALL_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 20.0
 _POLL_S = 0.01
+_LOG_CHARS = 2000
 _TOUCH_BYTES = 64 << 20
 _PROCESS = TypeAdapter(ProcessRef)
 
@@ -51,7 +54,7 @@ class Started:
 class GpuAgent:
     """`async with` it: an agent with engines of `sizes` (fields of GpuEngineSettings) serves
     `config`, with more in its environment if given; on leaving, agent, engines and their namespace
-    are gone."""
+    are gone, and if that is by an error, their logs are on stderr."""
 
     def __init__(
         self, config: DeploymentConfig, environment: Mapping[str, str] | None = None, **sizes: Any
@@ -74,6 +77,8 @@ class GpuAgent:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            sys.stderr.write(self.log())
         with suppress(ElasticError, TimeoutError):
             async with asyncio.timeout(_END_TIMEOUT_S):
                 await self._client.stop_all()
@@ -115,8 +120,16 @@ class GpuAgent:
             self._config.agent_socket.unlink(missing_ok=True)
 
     def log(self) -> str:
-        """What the agent wrote, its last lines."""
-        return self._log.read_text(errors="replace")[-3000:] if self._log.exists() else ""
+        """The last lines that the agent and its engines wrote."""
+        slots = range(self._config.scale.max_ranks)
+        directories = [self._config.control_dir(slot) for slot in slots]
+        engines = [d / name for d in directories for name in (BOOT_LOG, ENGINE_LOG)]
+        texts = [
+            f"--- {path}\n{path.read_text(errors='replace')[-_LOG_CHARS:]}"
+            for path in (self._log, *engines)
+            if path.exists()
+        ]
+        return "\n".join(texts)
 
     async def start(
         self, slot: int = 0, *tiers: Tier, timeout_s: float = _ENGINE_TIMEOUT_S

@@ -7,7 +7,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from dynamo_elastic.snapshot.base import GpuInventory
 from dynamo_elastic.snapshot.nvml import Nvml
+
+
+def used_bytes(inventory: GpuInventory) -> int:
+    """Memory in use on all GPUs of the host, by anybody."""
+    return sum(gpu.total_bytes - gpu.free_bytes for gpu in inventory.gpus())
 
 
 class Meter:
