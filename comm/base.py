@@ -155,8 +155,8 @@ class ExpertBuffer(Protocol):
     deactivated, disconnected. `expert_rules` has the states and the rules; a call that breaks one
     raises BufferMisused with nothing changed.
 
-    One thread serves (dispatch, combine, masked, activate, deactivate); connect() and disconnect()
-    may run beside it in one other thread, but not while a CUDA graph is captured.
+    One thread serves and does all the rest; connect() alone may run beside it, in one other thread,
+    but not while a CUDA graph is captured.
     """
 
     @property
@@ -202,7 +202,7 @@ class ExpertBuffer(Protocol):
         ...
 
     def disconnect(self, ranks: Collection[Rank]) -> None:
-        """Unmap peers that are masked. Waits for the device."""
+        """Unmap peers that are masked, in a few milliseconds. Waits for the device."""
         ...
 
     def masked(self) -> frozenset[Rank]:

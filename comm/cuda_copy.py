@@ -8,7 +8,8 @@ import torch
 from cuda.bindings import driver
 
 from dynamo_elastic.comm.base import Span
-from dynamo_elastic.comm.peer_push import MappedArena, ReceivedChunk
+from dynamo_elastic.comm.peer_link import ReceivedChunk
+from dynamo_elastic.comm.peer_push import MappedArena
 from dynamo_elastic.errors import DeviceMemoryError
 
 

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import socket
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,37 +19,20 @@ from pathlib import Path
 from typing import Protocol
 
 from dynamo_elastic.comm.base import MemoryKind, Span, TransferState
+from dynamo_elastic.comm.peer_link import (
+    ReceivedChunk,
+    SharedChunk,
+    fetch_chunks,
+    greet,
+    hung_up,
+    listen,
+    send_chunks,
+)
 from dynamo_elastic.errors import DeviceMemoryError, TransferError
 
 log = logging.getLogger(__name__)
 
-_CHUNKS_A_MESSAGE = 64
-"""The kernel passes at most 253 descriptors in one message."""
-_MESSAGE_BYTES = 1 << 16
-_HANDSHAKE_TIMEOUT_S = 10.0
-_BACKLOG = 16
-_MAX_PATH_BYTES = 107
 _LOCAL = "none"
-
-
-class SharedChunk(Protocol):
-    """`size_bytes` of an arena at `offset`, as a file descriptor that can be mapped."""
-
-    @property
-    def descriptor(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def size_bytes(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedChunk:
-    """A SharedChunk of a peer. Whoever has `descriptor` closes it."""
-
-    descriptor: int
-    offset: int
-    size_bytes: int
 
 
 class MappedArena(Protocol):
@@ -87,7 +69,7 @@ class _Remote:
 
     @property
     def alive(self) -> bool:
-        return not _hung_up(self.connection)
+        return not hung_up(self.connection)
 
     def translate(self, span: Span) -> int | None:
         """Where `span` of the peer is in this process; None if it is not all in its arena."""
@@ -144,6 +126,7 @@ class PeerAgent:
         self._sources: list[tuple[str, socket.socket]] = []
         self._sources_lock = threading.Lock()
         self._listener: socket.socket | None = None
+        self._answering: threading.Thread | None = None
         self._closed = False
 
     @property
@@ -155,7 +138,7 @@ class PeerAgent:
         """Sources that have our arena mapped: they may write into it, and hold its memory. Also
         right after close()."""
         with self._sources_lock:
-            gone = [source for source in self._sources if _hung_up(source[1])]
+            gone = [source for source in self._sources if hung_up(source[1])]
             for source in gone:
                 source[1].close()
                 self._sources.remove(source)
@@ -171,18 +154,13 @@ class PeerAgent:
         socket can't be made."""
         self._check_open()
         self._chunks = chunks
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            if len(os.fsencode(self._path)) > _MAX_PATH_BYTES:
-                raise OSError(f"{self._path} is too long for a socket")
-            listener.bind(os.fspath(self._path))
-            listener.listen(_BACKLOG)
+            listener = listen(self._path)
         except OSError as exc:
-            listener.close()
             raise TransferError(f"offering memory failed: {exc}", remote=_LOCAL) from exc
         self._arena, self._listener = arena, listener
-        answering = threading.Thread(target=self._answer, args=(listener,), daemon=True)
-        answering.start()
+        self._answering = threading.Thread(target=self._answer, args=(listener,), daemon=True)
+        self._answering.start()
 
     def metadata(self) -> bytes:
         self._check_open()
@@ -204,24 +182,22 @@ class PeerAgent:
         return name
 
     def _map(self, name: str, path: str, arena: Span) -> _Remote:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         chunks: list[ReceivedChunk] = []
         try:
-            connection.settimeout(_HANDSHAKE_TIMEOUT_S)
-            connection.connect(path)
-            connection.send(self._name.encode())
-            _receive_chunks(connection, chunks)
+            connection = fetch_chunks(path, self._name, chunks)
             if sum(c.size_bytes for c in chunks) < arena.size_bytes:
+                connection.close()
                 raise OSError("it offers less memory than it said")
-            mapped = self._engine.map(chunks)
-            connection.setblocking(False)
+            try:
+                return _Remote(arena, self._engine.map(chunks), connection)
+            except DeviceMemoryError:
+                connection.close()
+                raise
         except (OSError, ValueError, DeviceMemoryError) as exc:
-            connection.close()
             raise TransferError(f"mapping a remote's memory failed: {exc}", remote=name) from exc
         finally:
             for chunk in chunks:
                 os.close(chunk.descriptor)
-        return _Remote(arena, mapped, connection)
 
     def remove_remote(self, name: str) -> None:
         remote = self._remotes.pop(name, None)
@@ -259,6 +235,9 @@ class PeerAgent:
             self._listener.close()
             self._listener = None
             self._path.unlink(missing_ok=True)
+        if self._answering is not None:
+            self._answering.join()  # bounded by the timeouts of one handshake
+            self._answering = None
         for chunk in self._chunks:
             os.close(chunk.descriptor)
         self._chunks = ()
@@ -286,60 +265,17 @@ class PeerAgent:
             except OSError:
                 return
             try:
-                name = self._introduce(connection)
+                name = greet(connection)
             except (OSError, ValueError) as exc:
+                log.warning("a source was turned away: %s", exc)
                 connection.close()
-                log.warning("a source could not be given memory: %s", exc)
                 continue
+            # From the first chunk on it may write, so it counts before it has any.
             with self._sources_lock:
                 self._sources.append((name, connection))
-
-    def _introduce(self, connection: socket.socket) -> str:
-        """The name of the source, which has all chunks now."""
-        connection.settimeout(_HANDSHAKE_TIMEOUT_S)
-        if _user_of(connection) != os.geteuid():
-            raise OSError("a source of another user")
-        name = connection.recv(_MESSAGE_BYTES).decode()
-        for start in range(0, len(self._chunks), _CHUNKS_A_MESSAGE):
-            part = self._chunks[start : start + _CHUNKS_A_MESSAGE]
-            more = start + len(part) < len(self._chunks)
-            places = [[c.offset, c.size_bytes] for c in part]
-            message = json.dumps({"chunks": places, "more": more}).encode()
-            socket.send_fds(connection, [message], [c.descriptor for c in part])
-        connection.setblocking(False)
-        return name
-
-
-def _receive_chunks(connection: socket.socket, chunks: list[ReceivedChunk]) -> None:
-    """Append all that the target sends: what has come is in `chunks` also if this raises."""
-    more = True
-    while more:
-        data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, _CHUNKS_A_MESSAGE)
-        received = [ReceivedChunk(descriptor, 0, 0) for descriptor in descriptors]
-        try:
-            said = json.loads(data or b"{}")
-            places, more = said.get("chunks", []), bool(said.get("more"))
-            if not places or len(places) != len(descriptors):
-                raise OSError("the target hung up, or sent other descriptors than it said")
-            received = [
-                ReceivedChunk(descriptor, offset, size_bytes)
-                for descriptor, (offset, size_bytes) in zip(descriptors, places, strict=True)
-            ]
-        finally:
-            chunks += received
-
-
-def _hung_up(connection: socket.socket) -> bool:
-    """Whether the other end is gone; neither side says anything after the handshake."""
-    try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def _user_of(connection: socket.socket) -> int:
-    credentials = struct.Struct("iII")  # pid, user, group
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    return int(credentials.unpack(raw)[1])
+            try:
+                send_chunks(connection, self._chunks)
+            except OSError as exc:
+                log.warning("source %s did not take our memory: %s", name, exc)
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from dynamo_elastic.comm.base import Span
-from dynamo_elastic.comm.peer_push import ReceivedChunk
+from dynamo_elastic.comm.peer_link import ReceivedChunk
 from dynamo_elastic.errors import DeviceMemoryError
 
 _libc = ctypes.CDLL(None, use_errno=True)

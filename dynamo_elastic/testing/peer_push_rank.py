@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from dynamo_elastic.comm.base import MemoryKind, Span, TransferAgent
-from dynamo_elastic.comm.peer_push import CopyEngine, PeerAgent, ReceivedChunk
+from dynamo_elastic.comm.peer_link import ReceivedChunk
+from dynamo_elastic.comm.peer_push import CopyEngine, PeerAgent
 from dynamo_elastic.comm.tensor_digest import digest
 from dynamo_elastic.comm.transfer_plan import plan_dense
 from dynamo_elastic.comm.weights import Destination, Limits, push
