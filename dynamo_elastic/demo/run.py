@@ -1,4 +1,5 @@
-"""The demo: 2 ranks serve, the planner decides 4, then 2, then 4; every token is checked."""
+"""The demo: ranks serve under load, the planner decides otherwise, act by act; every token is
+checked."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from dynamo_elastic.demo.load import (
 from dynamo_elastic.demo.view import PhaseFacts, TimelineFile, render
 from dynamo_elastic.dynamo.launch import PlannerControl
 from dynamo_elastic.engine.reference.make_model import write_model
+from dynamo_elastic.engine.shape import CONFIG_FILE
 from dynamo_elastic.phases import Phase
 from dynamo_elastic.serve.deployment import Deployment, running
 from dynamo_elastic.types import Epoch, OperationId, WorkerId
@@ -43,18 +46,38 @@ _SETTLE_S = 2.0
 _WORDS = ("river", "stone", "light", "maple", "cloud", "harbor", "amber", "meadow")
 
 
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One decision of the planner, and what it leads to."""
+
+    title: str
+    limits: dict[str, int]
+    """What the planner is told."""
+    ranks: int
+    tiers: frozenset[Tier]
+    """Where the joiners come from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A deployment, its load, and the acts to play with it."""
+
+    config: DeploymentConfig
+    prompts: list[Prompt]
+    clients: int
+    acts: tuple[Act, ...]
+
+
 @dataclass(slots=True)
 class Facts:
     """What the demo found out; the table and the verdict are made from it."""
 
-    images: bool
-    """Whether this host can restore images; else joiners boot cold."""
+    acts: tuple[Act, ...]
     cold: StartedEngine | None = None
     operations: list[OperationRecord] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    """Longest token gap of each act."""
     summary: LoadSummary | None = None
-    gap_up_s: float = 0.0
-    gap_down_s: float = 0.0
-    gap_again_s: float = 0.0
     final_ranks: int = 0
     leftovers: list[str] = field(default_factory=list)
 
@@ -65,16 +88,16 @@ class Facts:
             for op in self.operations
             if op.phase is not Phase.DONE
         ]
+        wanted = [act.ranks for act in self.acts]
         widths = [op.plan.after.world_size for op in self.operations]
-        if widths != [4, 2, 4]:
-            found.append(f"the planner's operations led to {widths}, not [4, 2, 4]")
-        if self.final_ranks != 4:
-            found.append(f"{self.final_ranks} ranks serve at the end, not 4")
-        tiers = [restored_from(op) for op in self.operations]
-        if tiers[:1] != [{Tier.IMAGE if self.images else Tier.COLD}] or tiers[2:] != [
-            {Tier.PARKED}
-        ]:
-            found.append(f"joiners came from {tiers}, not from images first and parked ones then")
+        if widths != wanted:
+            found.append(f"the planner's operations led to {widths}, not {wanted}")
+        if self.final_ranks != wanted[-1]:
+            found.append(f"{self.final_ranks} ranks serve at the end, not {wanted[-1]}")
+        for act, op in zip(self.acts, self.operations, strict=False):
+            if restored_from(op) != act.tiers:
+                expected = sorted(act.tiers) or "nowhere"
+                found.append(f"joiners came from {sorted(restored_from(op))}, not {expected}")
         if self.summary is None or not self.summary.tokens_equal:
             found.append("tokens differ from the never-scaled run")
         if self.summary is not None and self.summary.requests_failed:
@@ -87,14 +110,15 @@ def demo_config(work_dir: Path, deployment: str = "demo", **more: Any) -> Deploy
 
     `more` are further sections of the YAML, merged over the demo's.
     """
-    if not (work_dir / "model" / "config.json").exists():
-        write_model(work_dir / "model")
+    model = Path(more.get("model", {}).get("path", work_dir / "model"))
+    if not (model / CONFIG_FILE).exists():
+        write_model(model)
     ports = _free_ports(4)
     root = os.geteuid() == 0
     run_dir = "/run/dynamo-elastic" if root else f"{tempfile.gettempdir()}/dynamo-elastic"
     settings: dict[str, Any] = {
         "deployment": deployment,
-        "model": {"path": str(work_dir / "model"), "name": "elastic-demo"},
+        "model": {"path": str(model), "name": "elastic-demo"},
         "scale": {"initial_ranks": 2, "min_ranks": 2, "max_ranks": 4},
         "etcd": {"port": ports[0], "peer_port": ports[1]},
         "frontend": {"port": ports[2]},
@@ -119,14 +143,28 @@ def demo_prompts() -> list[Prompt]:
     ]
 
 
-async def run_demo(work_dir: Path, console: Console) -> list[str]:
-    """Run the whole demo; returns its faults, empty when everything held."""
+def reference_script(work_dir: Path) -> Script:
+    """The reference engine: 2 ranks, 4 from images, 2, and 4 again from parked engines."""
     config = demo_config(work_dir)
-    facts = Facts(config.snapshot.enabled)
+    first = Tier.IMAGE if config.snapshot.enabled else Tier.COLD
+    again = "planner: at least 4 ranks again; those that left are parked"
+    acts = (
+        Act("planner: at least 4 ranks", {"min_endpoint": 4}, 4, frozenset({first})),
+        Act(
+            "planner: a budget of 2 GPUs", {"min_endpoint": 2, "max_gpu_budget": 2}, 2, frozenset()
+        ),
+        Act(again, {"min_endpoint": 4, "max_gpu_budget": 4}, 4, frozenset({Tier.PARKED})),
+    )
+    return Script(config, demo_prompts(), CLIENTS, acts)
+
+
+async def run_demo(script: Script, console: Console) -> list[str]:
+    """Play all of `script`; returns its faults, empty when everything held."""
+    config, facts = script.config, Facts(script.acts)
     watched: set[int] = set()
     async with running(config, lambda text: console.print(f"[dim]{text}[/dim]")) as deployment:
         watched.update(deployment.supervisor.pids.values())
-        await _scale_under_load(deployment, facts, console)
+        await _scale_under_load(deployment, script, facts, console)
         watched.update(deployment.supervisor.pids.values())
     facts.leftovers = leftovers(config, watched)
     console.print(_table(facts))
@@ -138,48 +176,34 @@ async def run_demo(work_dir: Path, console: Console) -> list[str]:
     return faults
 
 
-async def _scale_under_load(deployment: Deployment, facts: Facts, console: Console) -> None:
+async def _scale_under_load(
+    deployment: Deployment, script: Script, facts: Facts, console: Console
+) -> None:
     config = deployment.config
-    load = Load(deployment.url, config.model.name, demo_prompts(), CLIENTS)
+    load = Load(deployment.url, config.model.name, script.prompts, script.clients)
     planner = PlannerControl(config.planner.control_port)
     timeline = TimelineFile(deployment.timeline)
-    console.print(f"[bold]2 ranks serve; {CLIENTS} clients stream in a loop[/bold]")
+    serving = f"{config.scale.initial_ranks} ranks serve; {script.clients} clients stream in a loop"
+    console.print(f"[bold]{serving}[/bold]")
     load.start()
     await load.wait_for_each_prompt(timeout_s=60)
     reference = reference_texts(load.results)
-    facts.cold = await _cold_start(deployment)
-    console.print("[bold]planner: at least 4 ranks[/bold]")
-    facts.gap_up_s = await _operation(
-        deployment, timeline, load, facts, console, lambda: planner.set_limits(min_endpoint=4)
-    )
-    await asyncio.sleep(_SETTLE_S)
-    console.print("[bold]planner: a budget of 2 GPUs[/bold]")
-    facts.gap_down_s = await _operation(
-        deployment,
-        timeline,
-        load,
-        facts,
-        console,
-        lambda: planner.set_limits(min_endpoint=2, max_gpu_budget=2),
-    )
-    await asyncio.sleep(_SETTLE_S)
-    console.print("[bold]planner: at least 4 ranks again; those that left are parked[/bold]")
-    facts.gap_again_s = await _operation(
-        deployment,
-        timeline,
-        load,
-        facts,
-        console,
-        lambda: planner.set_limits(min_endpoint=4, max_gpu_budget=4),
-    )
-    await asyncio.sleep(_SETTLE_S)
+    console.print("[bold]one joiner is booted cold, for comparison[/bold]")
+    facts.cold = await cold_start(deployment)
+    for act in script.acts:
+        console.print(f"[bold]{act.title}[/bold]")
+        began_s = time.monotonic()
+        trigger = partial(planner.set_limits, **act.limits)
+        facts.operations += await _operation(deployment, timeline, console, trigger)
+        facts.gaps_s.append(longest_gap(load.results, began_s, time.monotonic()))
+        await asyncio.sleep(_SETTLE_S)
     await load.stop()
     facts.summary = summarize(load.results, reference)
     status = await read_status(deployment.store, deployment.keys)
     facts.final_ranks = status.topology.world_size if status.topology else 0
 
 
-async def _cold_start(deployment: Deployment) -> StartedEngine:
+async def cold_start(deployment: Deployment) -> StartedEngine:
     """Boot one joiner cold, for comparison, under the same load; end it again."""
     slot = deployment.config.scale.max_ranks - 1
     engine = await deployment.agent.start_engine(
@@ -197,16 +221,14 @@ async def _cold_start(deployment: Deployment) -> StartedEngine:
 async def _operation(
     deployment: Deployment,
     timeline: TimelineFile,
-    load: Load,
-    facts: Facts,
     console: Console,
-    trigger: Callable[[], object],
-) -> float:
-    """Trigger an operation, show it live until it is closed; returns the longest token gap."""
+    trigger: Callable[[], Awaitable[Any]],
+) -> list[OperationRecord]:
+    """Trigger an operation, show it live until it is closed; returns its record."""
     list(timeline.poll())
     seen = set(timeline.operations)
     began_s = time.monotonic()
-    await trigger()  # type: ignore[misc]
+    await trigger()
     with Live(console=console, refresh_per_second=10, transient=False) as live:
         while time.monotonic() - began_s < _OPERATION_TIMEOUT_S:
             list(timeline.poll())
@@ -218,10 +240,8 @@ async def _operation(
             await asyncio.sleep(0.05)
     console.print()
     stored = await deployment.store.get(deployment.keys.last)
-    if stored is not None:
-        facts.operations.append(decode(OperationRecord, stored.value))
     await asyncio.sleep(0.5)
-    return longest_gap(load.results, began_s, time.monotonic())
+    return [] if stored is None else [decode(OperationRecord, stored.value)]
 
 
 def restored_from(op: OperationRecord) -> set[str]:
@@ -242,7 +262,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.cold is not None:
         yield "joiner ready, booted cold for comparison", f"{facts.cold.ready_s:.2f} s"
     shown: set[str] = set()
-    for op in facts.operations:
+    for op, gap_s in zip(facts.operations, facts.gaps_s, strict=False):
         widths = f"{op.plan.before.world_size} -> {op.plan.after.world_size}"
         widths += " again" if widths in shown else ""
         shown.add(widths)
@@ -260,9 +280,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
                 yield f"{widths}: decision to first step", f"{said.switch_s * 1e3:.0f} ms"
             if p.phase is Phase.DRAIN:
                 yield f"{widths}: requests moved", str(said.moved)
-    yield "longest token gap, scaling up", f"{facts.gap_up_s * 1e3:.0f} ms"
-    yield "longest token gap, scaling down", f"{facts.gap_down_s * 1e3:.0f} ms"
-    yield "longest token gap, scaling up again", f"{facts.gap_again_s * 1e3:.0f} ms"
+        yield f"{widths}: longest token gap", f"{gap_s * 1e3:.0f} ms"
     if facts.summary is not None:
         yield "requests served", str(facts.summary.requests_total)
         yield "requests failed", str(facts.summary.requests_failed)

@@ -89,7 +89,7 @@ class ReplicaSeat:
             except Exception as exc:  # the bindings raise bare Exception
                 with suppress(RegistrationFailed):
                     await self.leave()
-                raise RegistrationFailed(f"register: {exc or type(exc).__name__}") from exc
+                raise RegistrationFailed(f"register: {str(exc) or type(exc).__name__}") from exc
         return int(self._endpoint.connection_id())
 
     async def _take(self) -> None:
@@ -113,7 +113,7 @@ class ReplicaSeat:
                 await self._unregister_model(self._endpoint)
                 await self._seen(present=False)
         except Exception as exc:  # the bindings raise bare Exception
-            raise RegistrationFailed(f"unregister: {exc or type(exc).__name__}") from exc
+            raise RegistrationFailed(f"unregister: {str(exc) or type(exc).__name__}") from exc
 
     async def _put_card(self) -> None:
         arguments, named = self._call

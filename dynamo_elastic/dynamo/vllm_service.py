@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from dynamo_elastic.dynamo.vllm_registrar import REGISTER, UNREGISTER
 from dynamo_elastic.dynamo.vllm_seat import ReplicaSeat
@@ -25,7 +25,6 @@ from dynamo_elastic.engine.base import (
 )
 from dynamo_elastic.engine.rpc import handlers
 from dynamo_elastic.engine.vllm.epochs import Membership, ReplicaEpochs
-from dynamo_elastic.engine.vllm.replica import Replica
 from dynamo_elastic.engine.vllm.requests import Requests
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.ipc import Handler
@@ -34,6 +33,14 @@ from dynamo_elastic.types import Epoch, Rank, WorkerId
 
 _MOVE_TIMEOUT_S = 5.0
 _NOTHING_MOVED = PushReport(size_bytes=0, elapsed_s=0.0)
+
+
+class Replica(Protocol):
+    """What is asked of engine.vllm.replica.Replica."""
+
+    async def probe(self) -> tuple[int, ...]: ...
+
+    async def abort_all(self) -> None: ...
 
 
 class VllmEngine:
