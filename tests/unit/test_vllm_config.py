@@ -1,0 +1,139 @@
+"""Settings of the vLLM engine: kinds, flags that are refused, command line, replicas' plans."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_elastic.config import (
+    EngineConfig,
+    VllmEngineConfig,
+    engine_shape,
+    load_config,
+    parse_config,
+)
+from dynamo_elastic.dynamo.environment import engine_dynamo_environment
+from dynamo_elastic.engine.launch import VLLM, engine_argv, image_inputs, is_tree
+from dynamo_elastic.errors import ConfigError
+from dynamo_elastic.phases import Kind
+from dynamo_elastic.topology import PlanInput, Topology, legal_width, move_rounds, plan_scale
+from dynamo_elastic.types import Epoch, WorkerId
+from dynamo_elastic.vllm_flags import OWN
+
+ROOT = Path(__file__).parents[2]
+
+
+def settings(engine: dict[str, Any] | None = None, model: str = "m") -> dict[str, Any]:
+    return {
+        "deployment": "x",
+        "model": {"path": model, "name": "tiny"},
+        "scale": {"initial_ranks": 1, "max_ranks": 3},
+        **({} if engine is None else {"engine": engine}),
+    }
+
+
+def faults(engine: dict[str, Any]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as refused:
+        parse_config(settings(engine))
+    return tuple(refused.value.faults)
+
+
+def test_without_a_kind_it_is_the_reference_engine() -> None:
+    assert isinstance(parse_config(settings()).engine, EngineConfig)
+    assert isinstance(parse_config(settings({"slots_per_rank": 4})).engine, EngineConfig)
+    assert isinstance(parse_config(settings({"kind": "vllm"})).engine, VllmEngineConfig)
+
+
+def test_an_unknown_kind_is_named() -> None:
+    (fault,) = faults({"kind": "sglang"})
+    assert "kind must be 'reference' or 'vllm'" in fault
+
+
+@pytest.mark.parametrize("flag", OWN)
+@pytest.mark.parametrize("form", ["{flag}", "{flag} 1", "{flag}=1"])
+def test_flags_that_we_give_ourselves_are_refused_with_the_remedy(flag: str, form: str) -> None:
+    (fault,) = faults({"kind": "vllm", "args": f"--dtype float32 {form.format(flag=flag)}"})
+    assert fault.startswith(f"engine.args: {flag}: ")
+    assert OWN[flag] in fault
+
+
+def test_vllm_takes_underscores_in_flags_and_so_do_we() -> None:
+    assert faults({"kind": "vllm", "args": "--served_model_name x"})[0].startswith(
+        "engine.args: --served-model-name: set model.name"
+    )
+
+
+def test_quotes_that_do_not_end_are_a_fault() -> None:
+    (fault,) = faults({"kind": "vllm", "args": '--kv-events-config "{'})
+    assert fault.startswith("engine.args: ")
+    assert "correct the quotes" in fault
+
+
+def test_settings_of_the_other_kind_are_refused() -> None:
+    assert faults({"kind": "vllm", "slots_per_rank": 4})[0].startswith("engine.slots_per_rank: ")
+    assert faults({"args": "--dtype float32"})[0].startswith("engine.args: ")
+
+
+def test_the_command_line_is_that_of_dynamos_worker_after_the_control_directory() -> None:
+    engine = {"kind": "vllm", "args": "--dtype float32 --kv-events-config '{\"a\": 1}'"}
+    config = parse_config(settings(engine, "/models/moe"))
+    argv = engine_argv(config, 2)
+    assert argv[:4] == [sys.executable, "-m", VLLM, str(config.control_dir(2))]
+    assert argv[4:] == [
+        *("--model", "/models/moe", "--served-model-name", "tiny"),
+        *("--dtype", "float32", "--kv-events-config", '{"a": 1}'),
+    ]
+    own = parse_config(settings({"kind": "vllm", "python": "venv/bin/python"}))
+    assert engine_argv(own, 0)[0] == str(Path("venv/bin/python").absolute())
+
+
+def test_only_an_engine_that_is_dynamos_worker_gets_dynamos_environment() -> None:
+    vllm, reference = parse_config(settings({"kind": "vllm"})), parse_config(settings())
+    assert engine_dynamo_environment(vllm)["DYN_DISCOVERY_BACKEND"] == "etcd"
+    assert engine_dynamo_environment(reference) == {}
+    assert (is_tree(vllm), is_tree(reference)) == (True, False)
+
+
+def test_an_image_depends_on_releases_and_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    config = parse_config(settings({"kind": "vllm"}, str(tmp_path)))
+    before = image_inputs(config)
+    assert "ai-dynamo 1.6.1" in before
+    assert image_inputs(config) == before
+    (tmp_path / "model.safetensors").write_bytes(b"12")
+    assert image_inputs(config) != before
+    assert image_inputs(parse_config(settings(model=str(tmp_path)))) == ""
+
+
+def test_the_example_is_a_deployment_of_replicas() -> None:
+    config = load_config(ROOT / "examples" / "vllm-cpu.yaml", {})
+    assert isinstance(config.engine, VllmEngineConfig)
+    assert "--enforce-eager" in config.engine.argv
+
+
+def test_replicas_share_no_experts_so_every_width_is_legal_and_nothing_moves() -> None:
+    config = parse_config(settings({"kind": "vllm"}))
+    shape = engine_shape(config, 8)
+    assert [legal_width(n, shape, config.scale.limits, 3) for n in (0, 1, 2, 3, 4)] == [
+        1,
+        1,
+        2,
+        3,
+        3,
+    ]
+    names = [WorkerId(f"slot{n}") for n in range(3)]
+    boot = plan_scale(PlanInput(Topology(Epoch(0)), 1, Epoch(1), shape, names))
+    up = plan_scale(PlanInput(boot.after, 3, Epoch(2), shape, names))
+    down = plan_scale(PlanInput(up.settled, 1, Epoch(3), shape, names))
+    assert [p.kind for p in (boot, up, down)] == [Kind.BOOT, Kind.UP, Kind.DOWN]
+    assert up.joiners == ("slot1", "slot2")
+    assert down.leavers == ("slot1", "slot2")
+    for plan in (up, down):
+        assert move_rounds(plan.after, plan.settled) == ()
+        assert all(member.experts == () for member in plan.settled.members)
+    lost = PlanInput(up.settled, 2, Epoch(3), shape, names, frozenset({WorkerId("slot0")}))
+    assert plan_scale(lost).leavers == ("slot0",)
