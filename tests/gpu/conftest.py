@@ -15,7 +15,9 @@ from dynamo_elastic.testing.gpu_world import WORLD, end_leftovers, leftovers
 from dynamo_elastic.testing.isolated import run_isolated
 
 _DEADLINE_S = 95.0
-"""Below the timeout of pytest itself, which can't end a process that hangs in the driver."""
+"""Of tests without a timeout of their own."""
+_MARGIN_S = 25.0
+"""The deadline of the process comes before pytest's, which can't end what hangs in the driver."""
 _TOLERANCE_MIB = 64
 _RELEASE_S = 5.0
 _POLL_S = 0.05
@@ -52,10 +54,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         return "; ".join(found)
 
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in run_isolated(item, deadline_s=_DEADLINE_S, after=after):
+    for report in run_isolated(item, deadline_s=_deadline_s(item), after=after):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def _deadline_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return _DEADLINE_S if marker is None else float(marker.args[0]) - _MARGIN_S
 
 
 def _grown(meter: Meter, before: list[int]) -> list[int]:
