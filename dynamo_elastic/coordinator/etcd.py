@@ -207,8 +207,8 @@ class _EtcdWatch:
                 raise StoreUnavailable("etcd ended the watch")
             for event in reply.events:
                 kv = event.kv
-                value = None if event.type == event.DELETE else kv.value
-                yield Changed(kv.key.decode(), value, kv.mod_revision, _lease(kv))
+                deleted = event.type == event.DELETE
+                yield Changed(kv.key.decode(), None if deleted else kv.value, kv.mod_revision)
 
 
 async def _connected(channel: Any, timeout_s: float) -> bool:
@@ -266,11 +266,7 @@ def _prefix_request(prefix: str) -> Any:
 
 
 def _versioned(kv: Any) -> Versioned:
-    return Versioned(kv.key.decode(), kv.value, kv.create_revision, kv.mod_revision, _lease(kv))
-
-
-def _lease(kv: Any) -> LeaseId | None:
-    return LeaseId(kv.lease) if kv.lease else None
+    return Versioned(kv.key.decode(), kv.value, kv.create_revision, kv.mod_revision)
 
 
 def _compare(guard: Guard) -> Any:

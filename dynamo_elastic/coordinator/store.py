@@ -18,7 +18,6 @@ class Versioned:
     value: bytes
     create_revision: int
     mod_revision: int
-    lease: LeaseId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,6 @@ class Changed:
     key: str
     value: bytes | None
     mod_revision: int
-    lease: LeaseId | None = None
 
 
 class Watch(Protocol):

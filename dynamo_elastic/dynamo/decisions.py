@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dynamo_elastic.coordinator.store import Changed, Versioned
-from dynamo_elastic.types import LeaseId
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +28,11 @@ class PlannerKeys:
     @property
     def prefix(self) -> str:
         return f"v1/{self.namespace}/planner/"
+
+    @property
+    def instances(self) -> str:
+        """Every planner that runs has a key under this, on its lease."""
+        return f"v1/instances/{self.namespace}/Planner/"
 
     @property
     def ranks(self) -> str:
@@ -73,36 +77,3 @@ def pending_decision(stored: Stored, keys: PlannerKeys) -> Decision | None:
     except ValueError:
         log.error("planner decision %r wants %r ranks: ignored", named.value, ranks.value)
         return None
-
-
-@dataclass(slots=True)
-class Writers:
-    """Who writes decisions, told apart by their leases.
-
-    A planner that is started again has a new lease, goes on from the stored id if its
-    predecessor's keys are still there, and is never followed by its predecessor.
-    """
-
-    _lease: LeaseId | None = None
-    _decision_id: int = -1
-    _earlier: set[LeaseId] = field(default_factory=set)
-
-    def saw(self, change: Versioned | Changed) -> str:
-        """Note a change of the decision's id; returns why two planners must be at work, or ''."""
-        if change.value is None:
-            self._decision_id = -1
-            return ""
-        before, lease = self._lease, change.lease
-        decision_id = int(change.value) if change.value.isdigit() else -1
-        repeated = decision_id <= self._decision_id
-        self._lease, self._decision_id = lease, decision_id
-        if lease is None or before is None or lease == before:
-            return ""
-        self._earlier.add(before)
-        if lease in self._earlier:
-            return f"leases {before:x} and {lease:x} take turns"
-        if repeated:
-            return (
-                f"lease {lease:x} wrote id {decision_id} again while lease {before:x} had its own"
-            )
-        return ""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from dynamo_elastic.coordinator.records import (
@@ -21,7 +22,7 @@ from dynamo_elastic.coordinator.records import (
 )
 from dynamo_elastic.coordinator.store import Changed, Delete, Put, Store, Versioned
 from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
-from dynamo_elastic.dynamo.decisions import Decision, PlannerKeys, Writers, pending_decision
+from dynamo_elastic.dynamo.decisions import Decision, PlannerKeys, pending_decision
 from dynamo_elastic.errors import OutcomeUnknown, StoreError, TargetRefused
 from dynamo_elastic.topology import EngineShape, ScaleLimits, legal_width, refusal
 
@@ -52,8 +53,12 @@ class PlannerWatcher:
         planner: PlannerKeys,
         widths: Widths,
         on_unreached: Callable[[str], Awaitable[None]],
+        *,
+        rivals_every_s: float = 10.0,
     ) -> None:
-        """`on_unreached(reason)` is told when a decision ended at another width than it wanted.
+        """Looks for a second planner every `rivals_every_s`: more than a planner's lease lasts.
+
+        `on_unreached(reason)` is told when a decision ended at another width than it wanted.
         Dynamo's planner then decides nothing until the width is what it wanted, or until it is
         restarted."""
         self._store = store
@@ -61,9 +66,15 @@ class PlannerWatcher:
         self._planner = planner
         self._widths = widths
         self._on_unreached = on_unreached
+        self._rivals_every_s = rivals_every_s
 
     async def run(self) -> None:
         """Act on every decision, the newest first of all. Never returns."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._look_for_rivals())
+            tasks.create_task(self._keep_following())
+
+    async def _keep_following(self) -> None:
         while True:
             try:
                 await self._follow()
@@ -74,11 +85,8 @@ class PlannerWatcher:
     async def _follow(self) -> None:
         acting: asyncio.Task[None] | None = None
         of: Decision | None = None
-        writers = Writers()
         async with self._store.watch(self._planner.prefix) as watch, asyncio.TaskGroup() as tasks:
             stored: dict[str, Versioned | Changed] = {v.key: v for v in watch.snapshot}
-            if self._planner.decision in stored:
-                writers.saw(stored[self._planner.decision])
             events = aiter(watch)
             while True:
                 decision = pending_decision(stored, self._planner)
@@ -92,17 +100,20 @@ class PlannerWatcher:
                     await self._acknowledge(decision)
                 change = await anext(events)
                 stored[change.key] = change
-                if change.key == self._planner.decision:
-                    await self._look_for_rivals(writers, change)
 
-    async def _look_for_rivals(self, writers: Writers, change: Changed) -> None:
-        """Warn of two planners in one namespace, until the one that wrote last has ended."""
-        why = writers.saw(change)
-        if why:
-            text = f"two planners decide in {self._planner.prefix} ({why}); stop one of them"
-            await self._warn(_RIVALS, text)
-        elif change.value is None:
-            await self._warn(_RIVALS, "")
+    async def _look_for_rivals(self) -> None:
+        """Warn of two planners in one namespace for as long as there are. One that was killed has
+        its key until its lease runs out, so only those that are seen twice live."""
+        before: set[str] = set()
+        warned = False
+        while True:
+            await asyncio.sleep(self._rivals_every_s)
+            with suppress(StoreError):
+                found = {v.key for v in await self._store.get_prefix(self._planner.instances)}
+                living, before = sorted(found & before), found
+                if (len(living) > 1) is not warned:
+                    await self._warn(_RIVALS, _rivals(living))
+                    warned = not warned
 
     async def _act(self, decision: Decision) -> None:
         """Ask for the nearest legal width, and acknowledge when it has ended either way."""
@@ -161,3 +172,10 @@ class PlannerWatcher:
                 )
             except OutcomeUnknown as exc:
                 log.warning("planner decision %s: %s", decision.decision_id, exc)
+
+
+def _rivals(planners: Sequence[str]) -> str:
+    if len(planners) < 2:
+        return ""
+    names = ", ".join(key.rpartition("/")[2] for key in planners)
+    return f"{len(planners)} planners decide in one namespace (instances {names}); keep one"

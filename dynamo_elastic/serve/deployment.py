@@ -226,6 +226,7 @@ async def _start_planner(builder: _Builder, deployment: Deployment, num_experts:
         PlannerKeys(config.namespace),
         Widths(engine_shape(config, num_experts), config.scale.limits, config.scale.max_ranks),
         start_over,
+        rivals_every_s=2.0 * config.scale.lease_ttl_s,
     )
     watching = asyncio.create_task(watcher.run())
     watching.add_done_callback(supervisor.report)

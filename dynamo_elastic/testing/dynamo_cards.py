@@ -21,9 +21,8 @@ def instances_of(namespace: str) -> str:
 async def all_cards(store: Store, namespace: str) -> dict[str, Card]:
     """Instance id (hexadecimal) -> runtime data. Raises ElasticError if an instance has no card, a
     card no instance, or a card names more than one data-parallel rank."""
-    instances = {
-        v.key.rpartition("/")[2] for v in await store.get_prefix(f"v1/instances/{namespace}/")
-    }
+    keys = [v.key for v in await store.get_prefix(instances_of(namespace))]
+    instances = {key.rpartition("/")[2] for key in keys}
     found: dict[str, Card] = {}
     for stored in await store.get_prefix(f"v1/mdc/{namespace}/backend/generate/"):
         name = stored.key.rpartition("/")[2]

@@ -135,10 +135,10 @@ class FakeStore:
             self._detach(op.key)
             old = self.data.get(op.key)
             created = old.create_revision if old else revision
-            self.data[op.key] = Versioned(op.key, op.value, created, revision, op.lease)
+            self.data[op.key] = Versioned(op.key, op.value, created, revision)
             if op.lease is not None:
                 self._leases[op.lease].keys.add(op.key)
-            return [Changed(op.key, op.value, revision, op.lease)]
+            return [Changed(op.key, op.value, revision)]
         if isinstance(op, DeletePrefix):
             keys = [v.key for v in self._under(op.prefix)]
         else:

@@ -177,19 +177,6 @@ def test_keys_go_with_their_lease(on_store: Runner) -> None:
     on_store(body)
 
 
-def test_a_key_says_which_lease_it_is_on(on_store: Runner) -> None:
-    async def body(store: Store) -> None:
-        lease = await store.grant_lease(60)
-        async with store.watch("/t/") as watch:
-            await store.txn([], [Put("/t/a", b"1", lease)])
-            await store.txn([], [Put("/t/b", b"1")])
-            events = aiter(watch)
-            assert [(await anext(events)).lease for _ in range(2)] == [lease, None]
-        assert [v.lease for v in await store.get_prefix("/t/")] == [lease, None]
-
-    on_store(body)
-
-
 def test_a_lease_that_is_gone_is_told_apart(on_store: Runner) -> None:
     async def body(store: Store) -> None:
         lease = await store.grant_lease(60)

@@ -166,6 +166,7 @@ async def test_the_width_follows_the_planners_limits(
                 assert cluster.width == 2
                 await asyncio.sleep(2.0)
                 assert cluster.widths == [4, 2]
+                assert len(await store.get_prefix(planner.instances)) == 1
         finally:
             for task in tasks:
                 task.cancel()

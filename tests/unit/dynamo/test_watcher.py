@@ -252,6 +252,28 @@ def test_an_acknowledgement_that_is_taken_away_comes_back_without_a_new_target()
     run(main())
 
 
+def test_a_planner_that_was_killed_is_no_second_one() -> None:
+    async def main() -> None:
+        bench = Bench()
+        async with bench.watching():
+            await bench.store.txn([], [Put(f"{PLANNER.instances}generate/a", b"{}")])
+            await asyncio.sleep(15.0)
+            # Its successor is there before its lease has run out.
+            await bench.store.txn([], [Put(f"{PLANNER.instances}generate/b", b"{}")])
+            await asyncio.sleep(8.0)
+            await bench.store.txn([], [Delete(f"{PLANNER.instances}generate/a")])
+            await asyncio.sleep(30.0)
+            assert bench.warnings == []
+            await bench.store.txn([], [Put(f"{PLANNER.instances}generate/c", b"{}")])
+            await asyncio.sleep(25.0)
+            assert "(instances b, c); keep one" in bench.warnings[0]
+            await bench.store.txn([], [Delete(f"{PLANNER.instances}generate/b")])
+            await asyncio.sleep(15.0)
+            assert bench.warnings == []
+
+    run(main())
+
+
 @pytest.mark.parametrize("ranks", [b"many", b""])
 def test_a_decision_that_cannot_be_read_is_ignored(ranks: bytes) -> None:
     async def main() -> None:
