@@ -71,8 +71,13 @@ def _all(operations: Sequence[CudaOperation], group: _Group, kill: Kill) -> dict
             began = time.monotonic()
             group.apply(operation)
             timings_s[operation] = time.monotonic() - began
-    except BaseException as exc:
-        group.recover(str(exc) or type(exc).__name__, kill)
+    except Exception as exc:
+        lost, faults = group.recover(kill)
+        if lost:
+            raise ProcessesLost(lost, "; ".join([str(exc), *faults])) from exc
+        raise
+    except BaseException:
+        group.recover(kill)
         raise
     return timings_s
 
@@ -115,10 +120,11 @@ class _Group:
             case CudaOperation.UNLOCK:
                 driver.unlock(pid, timeout_s=timeout_s)
 
-    def recover(self, cause: str, kill: Kill) -> None:
-        """No process is between two states: it runs, or it was killed. Raises ProcessesLost if any
-        was."""
+    def recover(self, kill: Kill) -> tuple[dict[int, str], list[str]]:
+        """No process is between two states: it runs, or it was killed. Who was (pid -> last state),
+        and what went wrong with that."""
         lost: dict[int, str] = {}
+        faults: list[str] = []
         for process, state in self._states.items():
             left = self._left(process, state)
             if left is not CudaState.RUNNING:
@@ -126,9 +132,8 @@ class _Group:
                 try:
                     kill(process)
                 except EngineError as exc:
-                    cause = f"{cause}; {exc}"
-        if lost:
-            raise ProcessesLost(lost, cause)
+                    faults.append(str(exc))
+        return lost, faults
 
     def _left(self, process: ProcessRef, state: CudaState) -> CudaState | None:
         """Running, or where it can't be left; None if the driver does not know."""

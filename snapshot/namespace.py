@@ -21,6 +21,7 @@ from dynamo_elastic.snapshot.process import (
     children_of,
     identify,
     kill_and_wait,
+    kill_session,
     namespace_pid,
     pids_inside,
 )
@@ -265,5 +266,5 @@ class HostNamespace:
 
     def end(self, *, timeout_s: float) -> None:
         for process in self._started:
-            kill_and_wait(process, timeout_s=timeout_s)
+            kill_session(process, timeout_s=timeout_s)
         self._started.clear()

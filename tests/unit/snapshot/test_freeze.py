@@ -111,7 +111,7 @@ def test_interrupt_between_two_calls_leaves_no_process_behind(host: Host) -> Non
 
     set_hook(interrupt)
     try:
-        with pytest.raises(ProcessesLost, match="KeyboardInterrupt"):
+        with pytest.raises(KeyboardInterrupt):
             host.freeze()
     finally:
         set_hook(None)

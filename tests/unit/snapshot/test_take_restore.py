@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dynamo_elastic.errors import (
@@ -66,6 +67,8 @@ def test_failed_take_leaves_nothing(
     assert world.phases[-1] is TakePhase.FAILED
     assert world.catalog.entries() == {}
     assert world.catalog.partials() == ()
+    lines = (" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
+    assert not any(str(world.control_dir) in line for line in lines)
 
 
 def test_failed_dump_leaves_nothing(world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch) -> None:
