@@ -1,11 +1,13 @@
 """What compilers leave behind: caches by fingerprint, so that a later boot does not compile again.
 
 CATALOG/.jit/             0700, ours
-  3f9a0c.../                one for each kind of engine (Boots.cache_key); its time is its last use
+  3f9a0c....0/              one for each kind of engine (Boots.cache_key); its time is its last use
     triton/ inductor/ vllm/
+  3f9a0c....1/              in its place, after a boot with it had failed
 
 An engine runs what it finds there: the directories are private, like images. Their content has no
-digests; compilers keep their own.
+digests; compilers keep their own. Images have files of them mapped, so nothing is removed that may
+still be in use.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from dynamo_elastic.agent.ladder import Obstacle, Why
@@ -38,7 +41,7 @@ class JitCaches:
 
     def obstacle(self, key: str) -> Obstacle | None:
         """Why a boot would find nothing of use; None if it would."""
-        directory = self._root / key
+        directory = self._newest(key)
         if not directory.exists():
             return Obstacle(Why.ABSENT, f"no caches of such an engine in {self._root}")
         try:
@@ -52,7 +55,7 @@ class JitCaches:
     def environment(self, key: str) -> dict[str, str]:
         """What makes a boot use and fill the caches, which are made if missing; {} if they can't be
         used: then it compiles for itself."""
-        directory = self._root / key
+        directory = self._newest(key)
         try:
             self._root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in (self._root, directory, *(directory / n for n in VARIABLES.values())):
@@ -63,9 +66,17 @@ class JitCaches:
             return {}
         return {variable: str(directory / name) for variable, name in VARIABLES.items()}
 
+    def used(self, key: str) -> None:
+        """An image of such an engine was restored: what it has mapped of the caches stays."""
+        for directory in self._root.glob(f"{key}.*"):
+            with suppress(OSError):
+                os.utime(directory)
+
     def discard(self, key: str) -> None:
-        """Forget what is there: a boot with it failed."""
-        shutil.rmtree(self._root / key, ignore_errors=True)
+        """Begin anew: a boot with what is there failed."""
+        newest = self._newest(key)
+        with suppress(OSError):
+            newest.with_suffix(f".{int(newest.suffix[1:]) + 1}").mkdir(mode=0o700, exist_ok=True)
 
     def prune(self) -> tuple[str, ...]:
         """Remove caches that were not used for too long; one line for each."""
@@ -76,6 +87,11 @@ class JitCaches:
         for path in stale:
             shutil.rmtree(path, ignore_errors=True)
         return tuple(f"{path}: not used for {self._max_age_s:.0f} s" for path in stale)
+
+    def _newest(self, key: str) -> Path:
+        """The directory in use, which may not exist yet."""
+        numbers = (path.suffix[1:] for path in self._root.glob(f"{key}.*"))
+        return self._root / f"{key}.{max((int(n) for n in numbers if n.isdecimal()), default=0)}"
 
     def _check(self, directory: Path) -> None:
         for path in (self._root.parent, self._root, directory):

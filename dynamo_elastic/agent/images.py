@@ -135,6 +135,7 @@ class Images:
         self, manifest: Manifest, namespace: Namespace, *, timeout_s: float
     ) -> Restored:
         """Run that very image. Raises what restore_snapshot() raises."""
+        self._caches.used(self._boots.cache_key(manifest.slot))
         return restore_snapshot(
             manifest,
             here=self.fingerprint(manifest.slot),

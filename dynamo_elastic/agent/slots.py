@@ -65,11 +65,12 @@ class Slots:
     async def start(self, request: StartRequest) -> StartedEngine:
         """See agent.base.Agent.start_engine."""
         slot = self._slot(request.slot)
+        if slot.state is SlotState.SERVING and slot.engine is not None:
+            if not alive(slot.engine.process):
+                self._ended(slot)
+            elif slot.lease == request.lease:
+                return slot.engine.started(self._config.control_dir(slot.number))
         slot.check(request.lease)
-        if slot.engine is not None and not alive(slot.engine.process):
-            self._ended(slot)
-        elif slot.engine is not None and slot.lease == request.lease:
-            return slot.engine.started(self._config.control_dir(slot.number))
         if slot.starting is None:
             self._drain.check()
             slot.claim(request.lease)

@@ -36,8 +36,14 @@ def test_caches_are_of_use_once_something_was_compiled(caches: JitCaches, tmp_pa
     for directory in (tmp_path / "catalog", kernel.parents[2], kernel.parents[1]):
         assert directory.stat().st_mode & 0o077 == 0
     caches.discard(KEY)
-    caches.discard(KEY)
     assert why(caches) is Why.ABSENT
+    # An image may have it mapped.
+    assert kernel.exists()
+    caches.discard(KEY)
+    other = caches.environment(KEY)
+    assert other["TRITON_CACHE_DIR"] != environment["TRITON_CACHE_DIR"]
+    (Path(other["TRITON_CACHE_DIR"]) / "kernel").write_bytes(b"y")
+    assert why(caches) is None
 
 
 def test_directory_that_others_may_write_is_not_used(caches: JitCaches, tmp_path: Path) -> None:
@@ -60,7 +66,10 @@ def test_caches_that_nobody_used_go(caches: JitCaches) -> None:
     directory = Path(caches.environment(KEY)["VLLM_CACHE_ROOT"]).parent
     caches.environment("other")
     os.utime(directory, (1, 1))
+    caches.used(KEY)
+    assert caches.prune() == ()
+    os.utime(directory, (1, 1))
     (line,) = caches.prune()
     assert KEY in line
     assert not directory.exists()
-    assert directory.with_name("other").exists()
+    assert directory.with_name("other.0").exists()
