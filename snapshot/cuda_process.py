@@ -77,8 +77,8 @@ class Cuda:
             raise _no_answer("query", pid)
         if answer[0] == self._driver.CUresult.CUDA_SUCCESS:
             return True
-        # An invalid process is one without CUDA. Of other errors nothing is said anywhere; but whoever
-        # has CUDA has this device open.
+        # An invalid process is one without CUDA. Of other errors nothing is said anywhere; but
+        # whoever has CUDA has this device open.
         invalid = answer[0] == self._driver.CUresult.CUDA_ERROR_INVALID_VALUE
         if not invalid and _has_open(pid, _UVM):
             raise self._error("query", pid, answer[0])
