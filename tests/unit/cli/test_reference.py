@@ -16,6 +16,7 @@ import yaml
 from dynamo_elastic.cli import reference
 from dynamo_elastic.cli.main import app
 from dynamo_elastic.config import SETTINGS, DeploymentConfig, load_config, parse_config
+from dynamo_elastic.config_launch import PROCESSES, launch_parser
 from dynamo_elastic.config_schema import deployment_schema, property_of
 from dynamo_elastic.config_sources import (
     Layer,
@@ -26,6 +27,7 @@ from dynamo_elastic.config_sources import (
     resolve,
 )
 
+STARTS = ("dynamo-elastic ", "python -m dynamo_elastic.")
 EXAMPLES = sorted((reference.ROOT / "examples").rglob("*.yaml"))
 DEPLOYMENTS = [p for p in EXAMPLES if "deployment.schema.json" in p.read_text()]
 
@@ -125,6 +127,30 @@ def parsed(line: str) -> tuple[str, ...]:
 def test_example_commands_are_read(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(reference.ROOT)
     parsed(line)
+
+
+PAGES = [reference.ROOT / "README.md", *sorted((reference.ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_command_lines_of_the_pages_are_read(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(reference.ROOT)
+    for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.splitlines():
+            words = shlex.split(line.partition("#")[0]) if line.startswith(STARTS) else []
+            if words[:1] == ["dynamo-elastic"]:
+                parsed(shlex.join(words[1:]).partition(" > ")[0])
+            elif words and (process := words[2].removeprefix("dynamo_elastic.")) in PROCESSES:
+                _, unknown = launch_parser(process).parse_known_args(words[3:])
+                assert set(unknown) <= {"--max-model-len", "256"}
+
+
+def test_the_yaml_of_the_adoption_page_is_valid() -> None:
+    page = (reference.ROOT / "docs" / "adopt.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    raw = yaml.safe_load(block)
+    jsonschema.validate(raw, deployment_schema(), jsonschema.Draft202012Validator)
+    assert parse_config(raw).engine.kind == "vllm"
 
 
 def test_a_wrong_example_command_would_be_seen() -> None:
