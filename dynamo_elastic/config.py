@@ -251,8 +251,9 @@ class WorkersConfig(_Section):
     """The worker shells, one a slot."""
 
     system_port: int = Field(default=0, ge=0, le=MAX_SYSTEM_PORT)
-    """Slot N serves Dynamo's health, metrics and control routes on 127.0.0.1, at this port + N.
-    0: none. Not above 32767 with the last slot: Dynamo reads it as a signed 16-bit number."""
+    """Slot N serves Dynamo's health, metrics and control routes on 127.0.0.1, at this port + N; a
+    vLLM engine of slot N its own, at this port + scale.max_ranks + N. 0: none. Not above 32767 with
+    the last slot: Dynamo reads it as a signed 16-bit number."""
 
 
 class PlannerConfig(_Section):
@@ -331,6 +332,11 @@ class DeploymentConfig(_Section):
         """Of the shell of `slot`; 0: none."""
         return self.workers.system_port and self.workers.system_port + slot
 
+    def engine_system_port(self, slot: int) -> int:
+        """Of the engine of `slot` if that is Dynamo's worker itself; 0: none."""
+        replica = isinstance(self.engine, VllmEngineConfig)
+        return self.system_port(self.scale.max_ranks + slot) if replica else 0
+
     def control_dir(self, slot: int) -> Path:
         """Where the engine of `slot` meets its shell; part of its image."""
         return self.state_dir / "slots" / str(slot)
@@ -357,16 +363,19 @@ def _port_faults(config: DeploymentConfig) -> list[str]:
         used["agent.metrics_port"] = config.agent.metrics_port
     if config.etcd.start:
         used |= {"etcd.port": config.etcd.port, "etcd.peer_port": config.etcd.peer_port}
-    if config.workers.system_port:
-        for slot in range(config.scale.max_ranks):
+    for slot in range(config.scale.max_ranks):
+        if config.system_port(slot):
             used[f"workers.system_port (slot {slot})"] = config.system_port(slot)
+        if config.engine_system_port(slot):
+            used[f"workers.system_port (engine {slot})"] = config.engine_system_port(slot)
     seen: dict[int, str] = {}
     faults = []
     for name, port in used.items():
         if port in seen:
             faults.append(f"{name}: port {port} is also {seen[port]}; choose another")
         seen.setdefault(port, name)
-    last = config.workers.system_port and config.system_port(config.scale.max_ranks - 1)
+    final = config.scale.max_ranks - 1
+    last = max(config.system_port(final), config.engine_system_port(final))
     if last > MAX_SYSTEM_PORT:
         faults.append(
             f"workers.system_port: {last} of the last slot is above {MAX_SYSTEM_PORT}, the most "
@@ -426,6 +435,24 @@ def resolve_config(
     file = from_yaml(text, path.name, SETTINGS)
     layers = (file, from_environment(environ, SETTINGS, OTHER_VARIABLES), flags)
     return resolve(DeploymentConfig, layers, SETTINGS)
+
+
+def snapshot_settings(path: Path | None) -> SnapshotConfig:
+    """The section `snapshot` in force: of a deployment, or, without one, of variables and flags
+    alone. Raises ConfigError, also for flags of other sections, which would do nothing."""
+    if path is not None:
+        return load_config(path).snapshot
+    flags, mine = FLAGS.get(), {k: s for k, s in SETTINGS.items() if k.startswith("snapshot.")}
+    idle = [g.origin for key, g in flags.items() if key in SETTINGS and key not in mine]
+    if idle:
+        raise ConfigError([f"{flag}: does nothing without a deployment (-f)" for flag in idle])
+    environment = from_environment(os.environ, SETTINGS, OTHER_VARIABLES)
+    ours = {key: g for key, g in environment.items() if key in mine or key not in SETTINGS}
+    return resolve(_SnapshotAlone, (ours, flags), mine).config.snapshot
+
+
+class _SnapshotAlone(_Section):
+    snapshot: SnapshotConfig = SnapshotConfig()
 
 
 def parse_config(raw: dict[str, Any]) -> DeploymentConfig:

@@ -198,7 +198,7 @@ class Starter:
             worker_id=request.lease.worker_id,
             seed=secrets.randbits(63),
             log_path=str(self._config.control_dir(request.slot) / ENGINE_LOG),
-            environment=_failpoints() | engine_dynamo_environment(self._config),
+            environment=_failpoints() | engine_dynamo_environment(self._config, request.slot),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dynamo_elastic.config import DeploymentConfig, VllmEngineConfig
+from dynamo_elastic.dynamo.base import SYSTEM_PORT
 
 _LOOPBACK = "127.0.0.1"
 
@@ -33,6 +34,10 @@ def dynamo_environment(config: DeploymentConfig) -> dict[str, str]:
     }
 
 
-def engine_dynamo_environment(config: DeploymentConfig) -> dict[str, str]:
-    """What an engine is given of it with its identity: all, if it is Dynamo's worker itself."""
-    return dynamo_environment(config) if isinstance(config.engine, VllmEngineConfig) else {}
+def engine_dynamo_environment(config: DeploymentConfig, slot: int) -> dict[str, str]:
+    """What the engine of `slot` is given of it with its identity: all, if it is Dynamo's worker
+    itself, and a system port of its own."""
+    if not isinstance(config.engine, VllmEngineConfig):
+        return {}
+    port = config.engine_system_port(slot)
+    return dynamo_environment(config) | ({SYSTEM_PORT: str(port)} if port else {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dynamo_elastic.dynamo.base import Load
 from dynamo_elastic.errors import EngineError, RegistrationFailed
@@ -17,11 +17,19 @@ _TIMEOUT_S = 30.0
 """Above what the engine gives Dynamo."""
 
 
+class Closable(Protocol):
+    """Something that is shut down once."""
+
+    async def shutdown(self) -> None: ...
+
+
 class VllmRegistrar:
     """dynamo.base.Registrar of the engine that listens on a socket, whichever that is just now."""
 
-    def __init__(self, socket_path: Path) -> None:
+    def __init__(self, socket_path: Path, own: Closable | None = None) -> None:
+        """`own`: what of Dynamo the shell has besides; shut down with us."""
         self._path = socket_path
+        self._own = own
 
     async def register(self, runtime_data: Mapping[str, str]) -> int:
         """See Registrar."""
@@ -36,7 +44,9 @@ class VllmRegistrar:
         """vLLM's scheduler tells the planner itself, more than we could."""
 
     async def shutdown(self) -> None:
-        """Nothing is ours: the registration lives and dies with the engine."""
+        """End what is the shell's own; the registration lives and dies with the engine."""
+        if self._own is not None:
+            await self._own.shutdown()
 
     async def _call(self, name: str, params: dict[str, Any]) -> Any:
         # Made anew each time: an open connection may lead to the engine before this one.

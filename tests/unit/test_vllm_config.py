@@ -92,9 +92,23 @@ def test_the_command_line_is_that_of_dynamos_worker_after_the_control_directory(
 
 def test_only_an_engine_that_is_dynamos_worker_gets_dynamos_environment() -> None:
     vllm, reference = parse_config(settings({"kind": "vllm"})), parse_config(settings())
-    assert engine_dynamo_environment(vllm)["DYN_DISCOVERY_BACKEND"] == "etcd"
-    assert engine_dynamo_environment(reference) == {}
+    given = engine_dynamo_environment(vllm, 1)
+    assert given["DYN_DISCOVERY_BACKEND"] == "etcd"
+    assert "DYN_SYSTEM_PORT" not in given
+    assert engine_dynamo_environment(reference, 1) == {}
     assert (is_tree(vllm), is_tree(reference)) == (True, False)
+
+
+def test_shells_and_engines_have_system_ports_of_their_own() -> None:
+    raw = settings({"kind": "vllm"}) | {"workers": {"system_port": 9000}}
+    config = parse_config(raw)
+    shells = [config.system_port(slot) for slot in range(3)]
+    engines = [int(engine_dynamo_environment(config, n)["DYN_SYSTEM_PORT"]) for n in range(3)]
+    assert shells + engines == [9000, 9001, 9002, 9003, 9004, 9005]
+    with pytest.raises(ConfigError, match="32768 of the last slot is above 32767"):
+        parse_config(raw | {"workers": {"system_port": 32763}})
+    with pytest.raises(ConfigError, match=r"engine 2\): port 9005 is also|port 9005 is also"):
+        parse_config(raw | {"frontend": {"port": 9005}})
 
 
 def test_an_image_depends_on_releases_and_weights(tmp_path: Path) -> None:
