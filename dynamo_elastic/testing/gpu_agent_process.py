@@ -15,6 +15,7 @@ from dynamo_elastic.agent.main import serve
 from dynamo_elastic.agent.open_images import images_or_reason, open_images
 from dynamo_elastic.config import parse_config
 from dynamo_elastic.failpoints import arm_from_environment
+from dynamo_elastic.snapshot.gpu import open_gpu
 from dynamo_elastic.testing.gpu_settings import gpu_argv
 
 
@@ -28,7 +29,8 @@ def main() -> None:
     if "create" in settings:
         open_images(config, argv_of).create(settings["create"])
     else:
-        asyncio.run(serve(config, images_or_reason(config, argv_of), argv_of))
+        gpu = open_gpu()
+        asyncio.run(serve(config, images_or_reason(config, argv_of, gpu), argv_of, gpu))
 
 
 if __name__ == "__main__":
