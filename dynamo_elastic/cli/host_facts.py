@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from dynamo_elastic.config import DeploymentConfig, SnapshotConfig
+from dynamo_elastic.config import DeploymentConfig, snapshot_settings
 from dynamo_elastic.errors import ConfigError, ElasticError, ResourceMissing
 from dynamo_elastic.serve.preflight import check_host
 from dynamo_elastic.snapshot.base import CudaCapabilities, GpuInfo
@@ -57,7 +57,7 @@ class HostFacts:
 
 def read_facts(config: DeploymentConfig | None) -> HostFacts:
     """This host, for `config` if there is one."""
-    catalog = (SnapshotConfig() if config is None else config.snapshot).catalog
+    catalog = (snapshot_settings(None) if config is None else config.snapshot).catalog
     existing = next(path for path in (catalog, *catalog.absolute().parents) if path.exists())
     criu, no_criu = _criu()
     gpus, cuda, modes, no_gpu = _gpus()

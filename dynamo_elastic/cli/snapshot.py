@@ -15,7 +15,7 @@ from dynamo_elastic.agent.images import bounds
 from dynamo_elastic.agent.open_images import create_images, open_images
 from dynamo_elastic.agent.rehearse import rehearse
 from dynamo_elastic.cli.images import print_images, print_json, print_manifest, progress, summary
-from dynamo_elastic.config import DeploymentConfig, SnapshotConfig, load_config
+from dynamo_elastic.config import DeploymentConfig, load_config, snapshot_settings
 from dynamo_elastic.errors import (
     ConfigError,
     ResourceMissing,
@@ -165,12 +165,12 @@ def prune_images(
 ) -> None:
     """Bring the catalog within its bounds; delete stale and damaged images, and leftovers."""
     if file is None:
-        defaults, differences = SnapshotConfig(), _differences(None)
+        alone, differences = snapshot_settings(None), _differences(None)
 
         def judge(manifest: Manifest) -> Judgement:
             return Judgement(ours=False, stale="; ".join(differences(manifest)))
 
-        report = prune(_catalog(None), bounds(defaults), judge, dry_run=dry_run)
+        report = prune(_catalog(None), bounds(alone), judge, dry_run=dry_run)
     else:
         report = open_images(load_config(file)).prune(dry_run=dry_run)
     if not dry_run:
@@ -241,8 +241,7 @@ def _try_copies(
 
 
 def _catalog(file: Path | None) -> Catalog:
-    settings = load_config(file).snapshot if file is not None else SnapshotConfig()
-    return Catalog(settings.catalog)
+    return Catalog(snapshot_settings(file).catalog)
 
 
 def _differences(file: Path | None) -> Callable[[Manifest], tuple[str, ...]]:

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from dynamo_elastic.config import engine_shape, load_config, parse_config
+from dynamo_elastic.config import (
+    FLAGS,
+    engine_shape,
+    load_config,
+    parse_config,
+    snapshot_settings,
+)
+from dynamo_elastic.config_sources import Given
 from dynamo_elastic.errors import ConfigError
 
 
@@ -94,3 +101,19 @@ def test_widths_that_cannot_hold_the_model_are_refused() -> None:
     config = parse_config(good())
     with pytest.raises(ConfigError, match=r"scale\.initial_ranks: .* ask for at least 8"):
         engine_shape(config, 64)
+
+
+def test_snapshot_settings_without_a_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_ELASTIC_SNAPSHOT_CATALOG", "/x")
+    monkeypatch.setenv("DYN_ELASTIC_SCALE_MAX_RANKS", "4")
+    assert snapshot_settings(None).catalog == Path("/x")
+    monkeypatch.setenv("DYN_ELASTIC_SNAPSHOT_CATALOGUE", "/y")
+    with pytest.raises(ConfigError, match="did you mean DYN_ELASTIC_SNAPSHOT_CATALOG"):
+        snapshot_settings(None)
+    flags = {"scale.max_ranks": Given("4", "--elastic-scale-max-ranks", text=True)}
+    outer = FLAGS.set(flags)
+    try:
+        with pytest.raises(ConfigError, match="--elastic-scale-max-ranks: does nothing without"):
+            snapshot_settings(None)
+    finally:
+        FLAGS.reset(outer)
