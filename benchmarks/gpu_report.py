@@ -7,7 +7,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,17 @@ class Report:
     name: str
     metrics: dict[str, float] = field(default_factory=dict)
     detail: dict[str, Any] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    """Parts that failed while the others went on."""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part whose failure is a result too: it is noted, and the next parts run."""
+        try:
+            yield
+        except ElasticError as exc:
+            self.failed.append(name)
+            self.note(f"{name}_failed", f"{type(exc).__name__}: {exc}")
 
     def metric(self, name: str, value: float) -> None:
         self.metrics[name] = round(value, 4)
@@ -61,7 +73,7 @@ def run(name: str, body: Callable[[Report], Awaitable[None]], *, deadline_s: flo
     began_s = time.monotonic()
     try:
         asyncio.run(bounded())
-        report.metric("completed", 1)
+        report.metric("completed", not report.failed)
     except (ElasticError, OSError, TimeoutError, ValueError, LookupError) as exc:
         report.metric("completed", 0)
         report.note("stopped_by", f"{type(exc).__name__}: {exc}")

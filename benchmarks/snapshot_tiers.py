@@ -47,31 +47,43 @@ async def one_size(
     config = deployment(area, slots=1)
     images = open_images(config, gpu_argv(**sizes))
     gpus = inventory(sizes.get("device", "cuda"))
-    manifest = await asyncio.to_thread(images.create, 0)
-    costs(report, ending, manifest)
-    phases = await rehearse(images, manifest, timeout_s=60)
-    report.note(f"image_phases_s{ending}", phases)
+    with report.part(f"take{ending}"):
+        manifest = await asyncio.to_thread(images.create, 0)
+        costs(report, ending, manifest)
+        phases = await rehearse(images, manifest, timeout_s=60)
+        report.note(f"image_phases_s{ending}", phases)
     idle_bytes = used_bytes(gpus)
     async with GpuAgent(config, **sizes) as agent:
-        seconds: dict[Tier, list[float]] = {}
-        for tiers in ((Tier.COLD,), (Tier.CACHED, Tier.COLD), *[(Tier.IMAGE,)] * repeats):
-            started = await agent.start(0, *tiers)
-            seconds.setdefault(tiers[0], []).append(started.elapsed_s)
-            report.note(f"timings{ending}", (await agent.probe(started, host=True))["timings_s"])
-            await agent.end(started)
-        report.median(f"cold_s{ending}", seconds[Tier.COLD])
-        report.median(f"cold_cached_s{ending}", seconds[Tier.CACHED])
-        report.median(f"image_restore_s{ending}", seconds[Tier.IMAGE])
-        started = await agent.start(0, Tier.IMAGE)
-        await agent.probe(started, seed=99)
-        parked = []
-        for _ in range(repeats):
+        with report.part(f"cold{ending}"):
+            await restores(report, f"cold_s{ending}", agent, (Tier.COLD,), 1)
+            cached = (Tier.CACHED, Tier.COLD)
+            await restores(report, f"cold_cached_s{ending}", agent, cached, 1)
+        with report.part(f"parked{ending}"):
+            started = await agent.start(0, *cached)
             await agent.park(started)
             started = await agent.start(0, Tier.PARKED)
-            parked.append(started.elapsed_s)
-            report.note(f"timings{ending}", (await agent.probe(started, host=True))["timings_s"])
-        report.median(f"parked_restore_s{ending}", parked)
-        await parked_costs(report, ending, agent, started, gpus, idle_bytes)
+            await parked_costs(report, ending, agent, started, gpus, idle_bytes)
+            await restores(report, f"parked_restore_s{ending}", agent, (Tier.PARKED,), repeats)
+        await agent.clear()
+        with report.part(f"image{ending}"):
+            await restores(report, f"image_restore_s{ending}", agent, (Tier.IMAGE,), repeats)
+        await agent.clear()
+
+
+async def restores(
+    report: Report, name: str, agent: GpuAgent, tiers: tuple[Tier, ...], repeats: int
+) -> None:
+    """Start an engine of the slot that often, from one of `tiers`; every one is checked. Those of
+    the parked tier are parked again, the others end."""
+    seconds, timings = [], []
+    for _ in range(repeats):
+        started = await agent.start(0, *tiers)
+        seconds.append(started.elapsed_s)
+        timings.append((await agent.probe(started, host=True))["timings_s"])
+        await agent.probe(started, seed=99)
+        await (agent.park(started) if Tier.PARKED in tiers else agent.end(started))
+    report.median(name, seconds)
+    report.detail[f"{name}_in_engine"] = timings
 
 
 def costs(report: Report, ending: str, manifest: Manifest) -> None:
@@ -104,7 +116,7 @@ async def parked_costs(
     gpus: GpuInventory,
     idle_bytes: int,
 ) -> None:
-    """What a parked engine still holds."""
+    """What an engine holds before it is parked, and after."""
     running_bytes = gpus.used_bytes(started.engine.pid) or 0
     await agent.park(started)
     (slot,) = await agent.client.slots()

@@ -178,6 +178,11 @@ class GpuAgent:
             if slot.incarnation:
                 await self._client.stop_engine(slot.slot, slot.incarnation)
 
+    async def clear(self) -> None:
+        """No slot has an engine, serving or parked."""
+        await self.end_all()
+        await self._client.evict(None)
+
     def _end_namespace(self) -> None:
         """What a killed agent left running."""
         with suppress(OSError, ValueError):
