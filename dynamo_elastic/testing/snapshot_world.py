@@ -64,10 +64,17 @@ def fake_gpu_host() -> FakeGpuHost:
 class SnapshotWorld:
     """A slot on one host. Without `real` its processes are plain ones of the host, and pids are not
     chosen; with it they run in pid namespaces, which needs root. Processes are started for GPUs
-    if there are any. Close it."""
+    if there are any. `tree`: a process and its descendants go into an image. Close it."""
 
     def __init__(
-        self, root: Path, imager: Imager, *, gpu: Gpu = NO_GPU, real: bool = False, slot: int = 0
+        self,
+        root: Path,
+        imager: Imager,
+        *,
+        gpu: Gpu = NO_GPU,
+        real: bool = False,
+        slot: int = 0,
+        tree: bool = False,
     ) -> None:
         self.control_dir = root / f"slot{slot}"
         self.catalog = Catalog(root / "images")
@@ -79,6 +86,7 @@ class SnapshotWorld:
         self.here = replace(FINGERPRINT, slot=slot, control_dir=str(self.control_dir))
         self._environment = _LIVE_ENVIRONMENT if gpu is NO_GPU else _GPU_ENVIRONMENT
         self._real = real
+        self._tree = tree
         self._shared = FakeNamespace()
 
     def make_namespace(self, binds: Mapping[Path, Path]) -> AbstractContextManager[Namespace]:
@@ -105,7 +113,11 @@ class SnapshotWorld:
             ),
             control_dir=self.control_dir,
             ready_file=READY,
-            allowed=Allowed((self.control_dir,), {*self._environment, "LC_CTYPE"}.__contains__),
+            allowed=Allowed(
+                (self.control_dir,),
+                {*self._environment, "LC_CTYPE"}.__contains__,
+                tree=self._tree,
+            ),
             fingerprint=self.here,
             boot_timeout_s=timeout_s,
             dump_timeout_s=timeout_s,

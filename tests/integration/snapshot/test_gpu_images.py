@@ -31,7 +31,13 @@ from dynamo_elastic.snapshot.namespace import PidNamespace, create_namespace, te
 from dynamo_elastic.snapshot.process import alive, identify, kill_and_wait
 from dynamo_elastic.testing.cuda import FakeGpuHost
 from dynamo_elastic.testing.imager import GpuImager
-from dynamo_elastic.testing.snapshot_world import CLEAN, SnapshotWorld, come_up, fake_gpu_host
+from dynamo_elastic.testing.snapshot_world import (
+    CLEAN,
+    WAIT,
+    SnapshotWorld,
+    come_up,
+    fake_gpu_host,
+)
 
 pytestmark = [pytest.mark.root, pytest.mark.criu]
 
@@ -103,6 +109,22 @@ def test_goes_to_an_image_and_back(
     process = world.restore(manifest, namespace).process
     assert alive(process)
     assert host.state(process.pid) is CudaState.RUNNING
+
+
+def test_every_process_of_a_tree_leaves_its_gpu_before_the_dump(
+    tmp_path: Path, host: FakeGpuHost, namespace: PidNamespace
+) -> None:
+    gpu = Gpu(host, host)
+    imager = GpuImager(Criu.find(), host)
+    world = SnapshotWorld(tmp_path, imager, gpu=gpu, real=True, tree=True)
+    manifest = world.take(f"import os; os.fork() or exec({WAIT!r})\n" + come_up(CLEAN))
+    operations = [operation for operation, _ in host.calls]
+    assert operations == [CudaOperation.LOCK] * 2 + [CudaOperation.CHECKPOINT] * 2
+    assert manifest.gpu.processes == 2
+    world.restore(manifest, namespace)
+    processes = namespace.processes()
+    assert len(processes) == 2
+    assert {host.state(process.pid) for process in processes} == {CudaState.RUNNING}
 
 
 def test_a_second_copy_needs_a_network_of_its_own(
