@@ -183,8 +183,10 @@ class NixlExpertBuffer:
         staged: bool = False,
     ) -> None:
         self._book.combining()
+        # Of staged results it wants the shape alone, of a tensor without the gaps of staging().
+        given = dispatched.tokens if staged else results
         self._native.low_latency_combine(
-            results, topk_ids, topk_weights, dispatched.handle, zero_copy=staged, out=out
+            given, topk_ids, topk_weights, dispatched.handle, zero_copy=staged, out=out
         )
 
     def destroy(self, *, released_by: Collection[Rank]) -> None:

@@ -1,8 +1,10 @@
-"""A process that comes back on another GPU says it is on the old one; NVML knows better."""
+"""A process that comes back on another GPU may say it is on the old one; NVML knows better.
+
+What it says differs: with one GPU visible the driver answers with the new UUID, with all of them
+visible it went on with the old one. So nobody asks it.
+"""
 
 from __future__ import annotations
-
-from uuid import UUID
 
 import pytest
 
@@ -33,8 +35,6 @@ def test_true_device_of_a_process_that_was_moved() -> None:
 
         (found,) = true_devices(inventory, victim.pid)
         assert (found.uuid, found.pci_bus_id) == (second.uuid, second.pci_bus_id)
-        said, _ = victim.ask("report").split()
-        assert f"GPU-{UUID(said)}" == first.uuid
         assert victim.ask("check") == "right"
 
         parked = park(victim.process, driver, inventory, engine=CLEAN, timeout_s=TIMEOUT_S)
