@@ -6,10 +6,14 @@ import functools
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from dynamo_elastic.testing.graph_api import Site
 
 
 def _criu() -> str | None:
@@ -67,3 +71,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 reason = missing[marker.name]
                 if reason is not None:
                     item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def kubernetes_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A real API server, which takes seconds to start: one for all tests."""
+    from dynamo_elastic.testing.apiserver import apiserver_missing
+    from dynamo_elastic.testing.graph_api import installed_site
+
+    if apiserver_missing():
+        pytest.skip(apiserver_missing())
+    with installed_site(tmp_path_factory.mktemp("kubernetes")) as site:
+        yield site

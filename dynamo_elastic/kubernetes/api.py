@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 from kubernetes_asyncio import config as kube_config
 from kubernetes_asyncio.client.api_client import ApiClient
-from kubernetes_asyncio.client.exceptions import ApiException
+from kubernetes_asyncio.client.configuration import Configuration
 from kubernetes_asyncio.config import ConfigException
 
 from dynamo_elastic.errors import ConfigError
 from dynamo_elastic.kubernetes.base import (
     ClusterConflict,
+    ClusterError,
     ClusterRefused,
     ClusterUnavailable,
     ClusterView,
@@ -52,15 +55,17 @@ _REFUSALS = (400, 401, 403, 422)
 async def connect() -> ApiClient:
     """A client with the pod's service account or, outside a cluster, the kubeconfig. Raises
     ConfigError."""
+    settings = Configuration()
     try:
-        kube_config.load_incluster_config()
+        kube_config.load_incluster_config(client_configuration=settings)
     except ConfigException:
+        path = os.environ.get("KUBECONFIG")
         try:
-            await kube_config.load_kube_config()
+            await kube_config.load_kube_config(path, client_configuration=settings)
         except (ConfigException, OSError) as exc:
             fault = f"no cluster: {exc}; run in a pod with a service account, or set KUBECONFIG"
             raise ConfigError([fault]) from exc
-    return ApiClient()
+    return ApiClient(settings)
 
 
 class ApiCluster:
@@ -148,17 +153,13 @@ class ApiCluster:
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(_WATCH_S),
         }
-        timeout = aiohttp.ClientTimeout(total=_WATCH_S + _CALL_TIMEOUT_S, connect=_CALL_TIMEOUT_S)
         try:
-            answer = await self._send("GET", path, query, None, "", timeout, whole=False)
-            async with answer:
-                if answer.status != 200:
-                    raise _error(answer.status, await answer.text())
+            async with self._send(
+                "GET", path, query, timeout_s=_WATCH_S + _CALL_TIMEOUT_S
+            ) as answer:
                 async for line in answer.content:
                     if json.loads(line).get("type") != "BOOKMARK":
                         return
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
-            raise ClusterUnavailable(f"watch {path}: {exc!r}") from exc
         except ClusterConflict:
             return  # too old: what there is now has to be read
 
@@ -173,43 +174,43 @@ class ApiCluster:
     ) -> Any:
         """The answer's JSON. Raises ClusterError."""
         kind = content_type or (_MERGE if method == "PATCH" else "application/json")
-        try:
-            answer = await self._send(method, path, query, body, kind, _CALL_TIMEOUT_S)
-            return json.loads(answer.data)
-        except ApiException as exc:
-            if exc.status is None:
-                raise ClusterUnavailable(f"{method} {path}: {exc.reason}") from exc
-            raise _error(exc.status, str(exc.body or exc.reason)) from exc
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
-            raise ClusterUnavailable(f"{method} {path}: {exc!r}") from exc
+        async with self._send(method, path, query or {}, body, kind) as answer:
+            return json.loads(await answer.text())
 
+    @asynccontextmanager
     async def _send(
         self,
         method: str,
         path: str,
-        query: Mapping[str, str] | None,
-        body: Any,
-        content_type: str,
-        timeout: Any,
+        query: Mapping[str, str],
+        body: Any = None,
+        content_type: str = "application/json",
         *,
-        whole: bool = True,
-    ) -> Any:
-        headers = {"Accept": "application/json"}
-        if content_type:
-            headers["Content-Type"] = content_type
-        return await self._client.call_api(
-            path,
-            method,
-            query_params=list((query or {}).items()),
-            header_params=headers,
-            body=body,
-            auth_settings=["BearerToken"],
-            _preload_content=whole,
-            _request_timeout=timeout,
-        )
+        timeout_s: float = _CALL_TIMEOUT_S,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer, if it is a success, its body still to be read. Raises ClusterError, also for
+        what goes wrong while it is read."""
+        try:
+            answer = await self._client.call_api(
+                path,
+                method,
+                query_params=list(query.items()),
+                header_params={"Accept": "application/json", "Content-Type": content_type},
+                body=body,
+                auth_settings=["BearerToken"],
+                _preload_content=False,
+                _return_http_data_only=True,
+                _request_timeout=aiohttp.ClientTimeout(total=timeout_s, connect=_CALL_TIMEOUT_S),
+            )
+            async with answer:
+                if not answer.ok:
+                    raise _error(answer.status, await answer.text())
+                yield answer
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
+            raise ClusterUnavailable(f"{method} {path}: {exc!r}") from exc
 
 
-def _error(status: int, body: str | bytes) -> Exception:
+def _error(status: int, body: str) -> ClusterError:
     """ClusterError of an answer that is not a success, with the server's own words."""
     try:
         message = str(json.loads(body).get("message") or body)

@@ -124,8 +124,9 @@ def overdue(view: View, pod: PodView) -> bool:
 
 
 def wanted_pods(view: View) -> int:
-    """How many pods there shall be, those that leave not counted."""
-    booting = view.status.in_force is None
+    """How many pods there shall be. The coordinator boots with a width of its own, also if so many
+    ranks are lost that it has to start anew."""
+    booting = view.status.in_force is None or view.status.lost_reasons()
     return max(view.desired, view.limits.scale.initial_ranks if booting else 0)
 
 

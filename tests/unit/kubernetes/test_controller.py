@@ -1,0 +1,180 @@
+"""The loop on fakes: conflicts, an API server that is away, a leader that stops."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from dynamo_elastic.coordinator.main_loop import Coordinator
+from dynamo_elastic.coordinator.main_loop import Deployment as Coordinated
+from dynamo_elastic.coordinator.records import Keys
+from dynamo_elastic.coordinator.status import read_status
+from dynamo_elastic.kubernetes.base import (
+    ClusterConflict,
+    ClusterUnavailable,
+    ClusterView,
+    GraphView,
+    PodView,
+    Report,
+    Role,
+)
+from dynamo_elastic.kubernetes.controller import Controller, Deployment
+from dynamo_elastic.kubernetes.decide import Limits
+from dynamo_elastic.kubernetes.report import DEGRADED, READY, SETTLED
+from dynamo_elastic.testing.cluster import FakeCluster
+from dynamo_elastic.testing.coordination import CONFIG, SHAPE
+from dynamo_elastic.testing.participants import FakeShell
+from dynamo_elastic.testing.store import FakeStore
+from dynamo_elastic.testing.virtual_time import run, wall_clock
+
+KEYS = Keys("test")
+LIMITS = Limits(SHAPE, CONFIG)
+
+
+def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Runs it with a deadline that costs no time."""
+
+    async def main() -> None:
+        async with asyncio.timeout(600):
+            await test()
+
+    @functools.wraps(test)
+    def within() -> None:
+        run(main())
+
+    return within
+
+
+class UnluckyCluster(FakeCluster):
+    """Each kind of write meets a conflict the first time, and each kind of read no answer."""
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__(replicas, now=wall_clock)
+        self.met: list[str] = []
+
+    def _meet(self, name: str, error: Exception) -> None:
+        if name not in self.met:
+            self.met.append(name)
+            raise error
+
+    async def read(self) -> ClusterView:
+        self._meet("read", ClusterUnavailable("away"))
+        return await super().read()
+
+    async def changed(self, since: ClusterView) -> None:
+        self._meet("changed", ClusterUnavailable("away"))
+        await super().changed(since)
+
+    async def create_pod(self, graph: GraphView, slot: int) -> None:
+        self._meet("create_pod", ClusterConflict("409"))
+        await super().create_pod(graph, slot)
+
+    async def set_role(self, pod: PodView, role: Role) -> None:
+        self._meet("set_role", ClusterConflict("409"))
+        await super().set_role(pod, role)
+
+    async def delete_pod(self, pod: PodView) -> None:
+        self._meet("delete_pod", ClusterConflict("409"))
+        await super().delete_pod(pod)
+
+    async def set_replicas(self, graph: GraphView, replicas: int) -> None:
+        self._meet("set_replicas", ClusterConflict("409"))
+        await super().set_replicas(graph, replicas)
+
+    async def write_report(self, graph: GraphView, report: Report) -> None:
+        self._meet("write_report", ClusterConflict("409"))
+        await super().write_report(graph, report)
+
+
+async def kubelet(cluster: FakeCluster, store: FakeStore) -> None:
+    """Runs a shell in each pod, and ends it with the pod."""
+    running: dict[str, asyncio.Task[None]] = {}
+    try:
+        while True:
+            for pod in list(cluster.pods.values()):
+                if pod.deleting:
+                    running.pop(pod.uid).cancel()
+                    cluster.remove(pod.name)
+                elif pod.uid not in running:
+                    shell = FakeShell(store, KEYS, pod.slot, ttl_s=3)
+                    running[pod.uid] = asyncio.create_task(shell.run())
+            await asyncio.sleep(0.05)
+    finally:
+        for task in running.values():
+            task.cancel()
+        await asyncio.gather(*running.values(), return_exceptions=True)
+
+
+@asynccontextmanager
+async def deployed(cluster: FakeCluster, store: FakeStore) -> AsyncIterator[None]:
+    """Coordinator and kubelet."""
+    coordinator = Coordinator(store, Coordinated(KEYS, CONFIG, SHAPE, now=wall_clock), "c")
+    async with _background(coordinator.run()), _background(kubelet(cluster, store)):
+        yield
+
+
+@asynccontextmanager
+async def controlling(cluster: FakeCluster, store: FakeStore, name: str) -> AsyncIterator[None]:
+    controller = Controller(store, cluster, Deployment(KEYS, LIMITS, wall_clock), name)
+    async with _background(controller.run()):
+        yield
+
+
+@asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def at_rest(cluster: FakeCluster, store: FakeStore, ranks: int) -> None:
+    while True:
+        status = await read_status(store, KEYS)
+        report = cluster.graph.report
+        holds = {c.kind: c.holds for c in report.conditions} if report else {}
+        well = holds == {READY: True, SETTLED: True, DEGRADED: False}
+        if well and status.width == len(cluster.pods) == ranks:
+            return
+        await asyncio.sleep(0.1)
+
+
+@in_virtual_time
+async def test_every_conflict_is_decided_anew() -> None:
+    cluster, store = UnluckyCluster(2), FakeStore()
+    async with deployed(cluster, store), controlling(cluster, store, "a"):
+        await at_rest(cluster, store, 2)
+        cluster.wish(4)
+        await at_rest(cluster, store, 4)
+        cluster.wish(0)
+        await at_rest(cluster, store, 2)
+    assert cluster.graph.replicas == 2, "the fewest that are legal"
+    assert len(cluster.met) == 7, "each of its calls has failed once"
+
+
+@in_virtual_time
+async def test_the_second_goes_on_when_the_leader_stops() -> None:
+    cluster, store = FakeCluster(2, now=wall_clock), FakeStore()
+    async with deployed(cluster, store):
+        async with controlling(cluster, store, "a"):
+            await at_rest(cluster, store, 2)
+            cluster.wish(4)
+        async with controlling(cluster, store, "b"), controlling(cluster, store, "c"):
+            await at_rest(cluster, store, 4)
+
+
+@in_virtual_time
+async def test_the_newest_of_many_wishes_is_the_one_that_comes_true() -> None:
+    cluster, store = FakeCluster(2, now=wall_clock), FakeStore()
+    async with deployed(cluster, store), controlling(cluster, store, "a"):
+        await at_rest(cluster, store, 2)
+        for ranks in (4, 2, 3, 4, 2, 4, 3):
+            cluster.wish(ranks)
+            await asyncio.sleep(0.07)
+        await at_rest(cluster, store, 3)
