@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -27,7 +28,6 @@ from dynamo_elastic.snapshot.process import (
     children_of,
     identify,
     kill_and_wait,
-    kill_tree,
 )
 from dynamo_elastic.testing.cuda import GIB, FakeCudaProcess, FakeGpuHost, fake_gpus
 from dynamo_elastic.testing.snapshot_world import CLEAN
@@ -91,11 +91,19 @@ def engine_of(shell: subprocess.Popen[bytes]) -> Engine:
     return Engine(process, child, host)
 
 
+@contextmanager
+def running(environment: dict[str, str]) -> Iterator[Engine]:
+    with start(environment) as shell:
+        engine = engine_of(shell)
+        yield engine
+        for process in (engine.child, engine.process):
+            kill_and_wait(process, timeout_s=5)
+
+
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with start({IPC_CACHE: "n"}) as shell:
-        yield engine_of(shell)
-        kill_tree(shell.pid, timeout_s=5)
+    with running({IPC_CACHE: "n"}) as engine:
+        yield engine
 
 
 def test_parked_tree_holds_no_gpu_and_comes_back(engine: Engine) -> None:
@@ -128,12 +136,10 @@ def test_without_numbers_of_nvml_the_release_is_unknown(engine: Engine) -> None:
 
 
 def test_engine_that_keeps_ipc_imports_cached_is_refused_before_it_is_locked() -> None:
-    with start({}) as shell:
-        engine = engine_of(shell)
+    with running({}) as engine:
         with pytest.raises(NotQuiescent, match=IPC_CACHE):
             engine.park()
         assert engine.host.calls == []
-        kill_tree(shell.pid, timeout_s=5)
 
 
 def test_engine_that_says_it_holds_imports_is_refused(engine: Engine) -> None:
