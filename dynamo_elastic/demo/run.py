@@ -206,11 +206,13 @@ async def _scale_under_load(
 async def cold_start(deployment: Deployment) -> StartedEngine:
     """Boot one joiner cold, for comparison, under the same load; end it again."""
     slot = deployment.config.scale.max_ranks - 1
+    topology = (await read_status(deployment.store, deployment.keys)).topology
+    epoch = topology.epoch if topology is not None else Epoch(0)
     engine = await deployment.agent.start_engine(
         slot,
         WorkerId(f"slot{slot}"),
-        OperationId("demo-cold"),
-        Epoch(0),
+        OperationId(f"demo-cold-{epoch}"),
+        epoch,
         tiers=(Tier.COLD,),
         timeout_s=deployment.config.scale.restore_timeout_s,
     )

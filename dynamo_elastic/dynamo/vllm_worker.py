@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -213,8 +213,9 @@ def movable(requests: Requests) -> type[DecodeWorkerHandler]:
     class MovableHandler(DecodeWorkerHandler):  # type: ignore[misc]
         async def generate(self, request: Any, context: Any) -> Any:
             try:
-                async for item in requests.run(super().generate(request, context)):
-                    yield item
+                async with aclosing(requests.run(super().generate(request, context))) as items:
+                    async for item in items:
+                        yield item
             except RequestMoved as exc:
                 raise StreamIncomplete(str(exc)) from None
 

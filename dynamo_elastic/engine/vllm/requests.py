@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from dynamo_elastic.errors import RequestMoved
@@ -24,16 +24,18 @@ class Requests:
         self._admits = True
         self._moves = False
 
-    async def run(self, items: AsyncIterator[Item]) -> AsyncIterator[Item]:
+    async def run(self, items: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
         """`items` of one request as they come. Raises RequestMoved when the rest of them has to
-        come from another replica; then the tokens so far are right."""
-        if not self._admits:
-            raise RequestMoved("this replica leaves")
-        with self._one():
-            async for item in items:
-                if self._moves and item.get("finish_reason") not in _ENDS:
-                    raise RequestMoved("this replica leaves")
-                yield item
+        come from another replica; then the tokens so far are right. `items` is closed in any
+        case."""
+        async with aclosing(items):
+            if not self._admits:
+                raise RequestMoved("this replica leaves")
+            with self._one():
+                async for item in items:
+                    if self._moves and item.get("finish_reason") not in _ENDS:
+                        raise RequestMoved("this replica leaves")
+                    yield item
 
     @contextmanager
     def _one(self) -> Iterator[None]:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from dynamo_elastic.agent.base import Tier
 from dynamo_elastic.agent.records import ENGINE_LOG
@@ -49,10 +51,25 @@ def listening(pid: int) -> set[str]:
     return found
 
 
-async def instances(deployment: Deployment) -> set[str]:
+async def instances(deployment: Deployment) -> set[int]:
     """Ids of the instances of the workers' endpoint, as Dynamo keeps them in etcd."""
     prefix = f"v1/instances/{deployment.config.namespace}/backend/generate/"
-    return {v.key.rpartition("/")[2] for v in await deployment.store.get_prefix(prefix)}
+    stored = await deployment.store.get_prefix(prefix)
+    return {int(v.key.rpartition("/")[2], 16) for v in stored}
+
+
+async def fpm_worker_id(port: int) -> int:
+    """Whose forward-pass metrics are published there: what Dynamo's planner knows a worker by."""
+    from dynamo.common.forward_pass_metrics import decode
+
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.subscribe(b"")
+        subscriber.connect(f"tcp://127.0.0.1:{port}")
+        async with asyncio.timeout(10):
+            _, _, payload = await subscriber.recv_multipart()
+    metrics = decode(payload)
+    assert metrics is not None
+    return int(metrics.worker_id)
 
 
 def fpm_port(deployment: Deployment, slot: int) -> int:
@@ -80,7 +97,7 @@ async def scale_up_and_down(work_dir: Path) -> None:
         assert all(ports)
         assert not ports[0] & ports[1], "copies beside each other listen on the same address"
         fpm = [fpm_port(deployment, slot.slot) for slot in slots]
-        assert len(set(fpm)) == 2
+        assert {await fpm_worker_id(port) for port in fpm} == await instances(deployment)
 
         await asyncio.sleep(3)
         await scale_to(deployment, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class FakeReplica:
     async def abort_all(self) -> None:
         self.abort.set()
 
-    async def items(self) -> AsyncIterator[dict[str, Any]]:
+    async def items(self) -> AsyncGenerator[dict[str, Any], None]:
         """A request that ends only if it is aborted."""
         await self.abort.wait()
         yield {"token_ids": [], "finish_reason": "abort"}

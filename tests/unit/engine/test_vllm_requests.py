@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ class Stream:
     def put(self, token: int, finish: str | None = None) -> None:
         self._queue.put_nowait({"token_ids": [token], "finish_reason": finish})
 
-    async def items(self) -> AsyncIterator[dict[str, Any]]:
+    async def items(self) -> AsyncGenerator[dict[str, Any], None]:
         while True:
             item = await self._queue.get()
             yield item
