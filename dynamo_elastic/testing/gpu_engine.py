@@ -105,24 +105,32 @@ class GpuEngine:
         partial.write_text(json.dumps(report))
         partial.replace(path)
 
-    def prove(self) -> dict[str, Any]:
-        """Weights made anew, and the digest of the probe. Raises EngineError if it is wrong."""
+    def prove(self) -> dict[str, float]:
+        """Weights made anew, and every graph replayed; seconds by part. Raises EngineError if what
+        they give is wrong."""
+        parts = {
+            "wake": self.work.synchronize,
+            "populate": self.work.populate,
+            "fill": lambda: self.work.fill(self.settings.seed),
+            "filled": self.work.synchronize,
+        }
+        timings_s: dict[str, float] = {}
+        for name, act in parts.items():
+            began_s = time.monotonic()
+            act()
+            timings_s[name] = round(time.monotonic() - began_s, 5)
         began_s = time.monotonic()
-        self.work.fill(self.settings.seed)
-        filled_s = time.monotonic()
         found = self.work.probe()
+        timings_s["probe"] = round(time.monotonic() - began_s, 5)
         if found != self.expected:
             raise EngineError(f"probe: digest {found} is not the {self.expected} of the warm-up")
-        return {
-            "fill_s": filled_s - began_s,
-            "probe_s": time.monotonic() - filled_s,
-        }
+        return timings_s
 
 
 class _Life:
     """One life of the engine, from its identity until it is detached."""
 
-    def __init__(self, engine: GpuEngine, attach: Attach, timings_s: dict[str, Any]) -> None:
+    def __init__(self, engine: GpuEngine, attach: Attach, timings_s: dict[str, float]) -> None:
         self._engine = engine
         self._attach = attach
         self._timings_s = timings_s

@@ -66,12 +66,20 @@ class GpuWork:
     def graphs(self) -> int:
         return len(self._replays)
 
-    def fill(self, seed: int) -> None:
-        """Every weight is what `seed` says; the arena has memory for them."""
+    def populate(self) -> None:
+        """There is memory for the weights."""
         self._arena.populate()
+
+    def fill(self, seed: int) -> None:
+        """Every weight is what `seed` says."""
         for layer, weight in enumerate(self._weights):
             self._generator.manual_seed((seed << 20) + layer)
             weight.uniform_(-_SPREAD, _SPREAD, generator=self._generator)
+
+    def synchronize(self) -> None:
+        """All that was begun on the device has ended."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
 
     def discard(self) -> None:
         """No weight is on the device any more, nor memory that torch holds in reserve."""
@@ -84,7 +92,7 @@ class GpuWork:
         self._outputs.zero_()
         for replay in self._replays:
             replay()
-        digest = xxhash.xxh3_128(self._outputs.view(torch.uint8).cpu().numpy().tobytes())
+        digest = xxhash.xxh3_128(self._outputs.view(torch.uint8).cpu().numpy().data)
         digest.update(int(self._state.view(torch.int64).sum()).to_bytes(8, "little", signed=True))
         return digest.hexdigest()
 
