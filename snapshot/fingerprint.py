@@ -62,10 +62,11 @@ class Fingerprint:
     ucx_cuda_ipc_cache: str
 
 
-def mismatches(image: Fingerprint, here: Fingerprint) -> tuple[str, ...]:
-    """One line for each field that differs: with any, the image does not fit."""
+def mismatches(image: Fingerprint, here: Fingerprint, *, of: str = "the image") -> tuple[str, ...]:
+    """One line for each field that differs: with any, the image does not fit. `of`: what it is
+    called in them."""
     return tuple(
-        "{}: the image has {}, here is {}".format(field.name, *_shown(str(a), str(b)))
+        "{}: {} has {}, here is {}".format(field.name, of, *_shown(str(a), str(b)))
         for field in fields(Fingerprint)
         if (a := getattr(image, field.name)) != (b := getattr(here, field.name))
     )

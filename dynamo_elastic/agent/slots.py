@@ -210,7 +210,7 @@ class Slots:
     def misfit(self, parked: ParkedRecord) -> str:
         """How the world of a parked engine differs from today's; '' if it does not."""
         here = self._boots.fingerprint(parked.slot)
-        differences = mismatches(parked.fingerprint, here)
+        differences = mismatches(parked.fingerprint, here, of="it")
         return f"the parked engine does not fit: {'; '.join(differences)}" if differences else ""
 
     async def _park(self, slot: Slot, timeout_s: float) -> str:
