@@ -97,15 +97,15 @@ def _show(now: Status, console: Console) -> None:
     in_force = now.in_force or now.topology
     console.print(f"epoch {in_force.epoch}: {now.width} ranks; leader {now.leader}")
     if now.target is not None:
-        console.print(succession(now.target))
+        console.print(succession(now.target), markup=False)
     if now.withdrawn is not None:
         console.print(f"epoch {now.topology.epoch} was withdrawn; it is to be superseded")
     if now.queued is not None:
         console.print(f"next: {now.queued.ranks} ranks, wanted by {now.queued.source}")
     if now.notice:
-        console.print(f"waiting: {now.notice}")
+        console.print(f"waiting: {now.notice}", markup=False)
     for name, warning in now.warnings.items():
-        console.print(f"[yellow]warning[/yellow]: {name}: {warning.text}")
+        console.print(f"warning: {name}: {warning.text}", style="yellow", markup=False)
     ranks = Table(box=None)
     for name in ("rank", "worker", "engine", "state", "experts"):
         ranks.add_column(name)

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from dynamo_elastic.config import LOOPBACK, ApiConfig, ScaleConfig
 from dynamo_elastic.coordinator import api_views as views
 from dynamo_elastic.coordinator.api_routes import DEFAULT_WAIT_S, MAX_WAIT_S, ROUTES, openapi
-from dynamo_elastic.coordinator.records import Keys
+from dynamo_elastic.coordinator.records import Keys, RecordError
 from dynamo_elastic.coordinator.status import Status, read_status, status_of
 from dynamo_elastic.coordinator.store import Store
 from dynamo_elastic.coordinator.targets import request_scale
@@ -223,7 +223,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _fault(400, "the request is malformed", *exc.faults)
     except RequestIdTaken as exc:
         return _fault(400, str(exc))
-    except StoreError as exc:
+    except (StoreError, RecordError) as exc:
         return _fault(503, f"etcd: {exc}")
 
 

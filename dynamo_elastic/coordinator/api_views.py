@@ -38,7 +38,7 @@ class TargetRequest(_Body):
     target that is wanted already is joined."""
     source: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")] = "api"
     """Who you are: shown to those whose targets yours supersedes."""
-    detail: Annotated[str, Field(max_length=200)] = ""
+    detail: Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")] = ""
     """Why, or which of your decisions it is."""
 
 

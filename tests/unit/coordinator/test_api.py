@@ -312,6 +312,7 @@ async def test_warnings_and_an_empty_deployment() -> None:
         ({"target": 4, "ranks": 4}, "ranks: Extra inputs"),
         ({"target": 4, "request_id": "a b"}, "request_id: String should match"),
         ({"target": 4, "source": "Planner!"}, "source: String should match"),
+        ({"target": 4, "detail": "\x1b[2J"}, "detail: String should match"),
     ],
 )
 def test_a_bad_body_is_named_and_changes_nothing(body: dict[str, Any], says: str) -> None:
@@ -398,6 +399,14 @@ async def test_without_etcd_every_route_says_so() -> None:
             await client.ask("GET", "/healthz", 503)
             await client.ask("GET", "/v1/status", 503)
             await client.put(503, target=2)
+
+
+@asyncio_test
+async def test_a_damaged_record_is_said() -> None:
+    async with world(FakeStore(), 0) as here, api(here) as client:
+        await here.store.txn([], [Put(here.keys.target, b"{}")])
+        found = await client.ask("GET", "/v1/status", 503)
+        assert "TargetRecord has schema version None" in found["error"]
 
 
 @asyncio_test
