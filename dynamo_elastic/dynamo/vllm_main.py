@@ -1,13 +1,18 @@
 """`python -m dynamo_elastic.dynamo.vllm_main CONTROL_DIR FLAGS...`: one vLLM engine under Dynamo's
 own worker, with the flags of `dynamo.vllm`. engine/launch.py builds the line.
 
-Its children import this module too, under another name: so it imports next to nothing.
+Its children import this module too, under another name: so it imports little.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from pathlib import Path
+
+from dynamo_elastic.engine.vllm.versions import Standing, check_versions, installed
+from dynamo_elastic.errors import ConfigError
 
 DEFAULTS = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -22,8 +27,17 @@ processes of a compiler, and the same hash of a prefix in every process."""
 
 
 def main() -> None:
-    """Run the engine; never returns."""
+    """Run the engine; never returns. Releases that were never tried end it before they are
+    imported."""
+    began_s = time.monotonic()
     control_dir, *argv = sys.argv[1:]
+    python = Path(sys.executable)
+    try:
+        standing = check_versions(installed(python), python)
+    except ConfigError as exc:
+        sys.exit(f"engine: {exc}")
+    if standing is not Standing.RUN:
+        print(f"engine: these releases were {standing}", file=sys.stderr)  # noqa: T201
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ |= {
@@ -34,7 +48,7 @@ def main() -> None:
     }
     from dynamo_elastic.dynamo.vllm_worker import run
 
-    run(control_dir, argv)
+    run(Path(control_dir), argv, began_s)
 
 
 if __name__ == "__main__":

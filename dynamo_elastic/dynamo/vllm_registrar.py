@@ -40,6 +40,10 @@ class VllmRegistrar:
         if self._path.exists():
             await self._call(UNREGISTER, {})
 
+    def lost(self) -> bool:
+        """Never told apart: Dynamo's worker ends with its lease, and with it the engine."""
+        return False
+
     def report(self, load: Load) -> None:
         """vLLM's scheduler tells the planner itself, more than we could."""
 

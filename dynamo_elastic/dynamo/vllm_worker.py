@@ -33,7 +33,7 @@ from dynamo_elastic.engine.rpc import OUTPUTS
 from dynamo_elastic.engine.vllm.replica import Replica
 from dynamo_elastic.engine.vllm.requests import Requests
 from dynamo_elastic.engine.vllm.shims import apply_shims
-from dynamo_elastic.engine.vllm.versions import Standing, check_versions, installed
+from dynamo_elastic.engine.vllm.versions import installed
 from dynamo_elastic.engine.vllm.worker import EXTENSION
 from dynamo_elastic.errors import ElasticError, EngineError, RequestMoved
 from dynamo_elastic.failpoints import arm_from_environment, failpoint
@@ -55,14 +55,13 @@ _ATTACH_POLL_S = 0.01
 _log = logging.getLogger(__name__)
 
 
-def run(control_dir: str, argv: list[str]) -> None:
+def run(control_dir: Path, argv: list[str], began_s: float) -> None:
     """Boot, wait for an identity, serve until killed. Whatever goes wrong is in the log, and the
     end of the process."""
-    began_s = time.monotonic()
     adopt_standard_files()
     try:
         arm_from_environment()
-        asyncio.run(_Tree(Path(control_dir), began_s).live(argv))
+        asyncio.run(_Tree(control_dir, began_s).live(argv))
     except ElasticError as exc:
         _log.error("engine ends: %s", exc)
     except Exception:  # noqa: BLE001 - nobody else is there to say what happened
@@ -107,10 +106,6 @@ class _Tree:
 
     async def live(self, argv: list[str]) -> None:
         """Dynamo's worker, from its command line on."""
-        releases = installed(Path(sys.executable))
-        standing = check_versions(releases, Path(sys.executable))
-        if standing is not Standing.RUN:
-            _log.warning("these releases were %s: %s", standing, releases)
         dynamo_main.prepare_snapshot_engine = self._prepare
         dynamo_main.register_model = self._seat.register_model
         worker_factory.DecodeWorkerHandler = movable(self._requests)
