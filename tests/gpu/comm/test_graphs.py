@@ -70,6 +70,34 @@ def test_without_the_hook_there_is_nothing_to_patch(rank: RankProcess) -> None:
     assert "keep_graphs_patchable" in caught.value.message
 
 
+def test_a_written_node_is_what_a_replay_runs() -> None:
+    import torch
+
+    from dynamo_elastic.comm.cuda_graphs import CudaGraphDriver
+    from dynamo_elastic.comm.graph_values import NodeKind
+
+    x = torch.arange(1024.0, device="cuda")
+    y, other = torch.zeros_like(x), torch.zeros_like(x)
+    at_y, at_other = (t.data_ptr().to_bytes(8, "little") for t in (y, other))
+    for kind, step, expected in (
+        (NodeKind.MEMCPY, lambda: y.copy_(x), x),
+        (NodeKind.KERNEL, lambda: torch.mul(x, 3, out=y), 3 * x),
+    ):
+        step()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            step()
+        opened = CudaGraphDriver().open(graph)
+        ((index, node),) = ((i, n) for i, n in enumerate(opened.nodes) if n.kind is kind)
+        moved = {i: v.replace(at_y, at_other) for i, v in enumerate(node.values) if at_y in v}
+        opened.write(index, moved)
+        y.zero_()
+        other.zero_()
+        graph.replay()
+        assert torch.equal(other, expected)
+        assert not y.any()
+
+
 @pytest.mark.gpu(2)
 def test_rebound_graphs_in_a_joint_step() -> None:
     ranks = [start(0, 0), start(0, 1)]

@@ -215,9 +215,23 @@ def test_an_old_address_in_a_struct_is_replaced() -> None:
     packed = Node(NodeKind.KERNEL, "fused", (pointer(7) + pointer(world.buffer.context),))
     world.graphs.append(FakeGraph([packed]))
     world.rebinder = GraphRebinder(world.driver, world.graphs, world.first)
+    for rank in (1, 2, 3):
+        fresh = world.memory.buffer(rank)
+        world.rebinder.rebind(probe(world.driver, fresh))
+        assert world.graphs[-1].live[0].values == (pointer(7) + pointer(fresh.context),)
+
+
+def test_memory_of_torch_in_the_place_of_an_old_address_stays() -> None:
+    world = World()
+    graph = world.graphs[0]
+    values = list(graph.nodes[0].values)
+    values[3] = pointer(world.memory.torch_address())
+    world.graphs[0] = FakeGraph([replace(graph.nodes[0], values=tuple(values)), *graph.nodes[1:]])
+    world.rebinder = GraphRebinder(world.driver, world.graphs, world.first)
     fresh = world.memory.buffer(rank=1)
     world.rebinder.rebind(probe(world.driver, fresh))
-    assert world.graphs[-1].live[0].values == (pointer(7) + pointer(fresh.context),)
+    assert world.graphs[0].live[0].values[3] == values[3]
+    assert world.graphs[0].live[0].values[5] == integer(1)
 
 
 def test_padding_in_structs_of_other_kernels_is_no_reason_to_refuse() -> None:
@@ -227,6 +241,8 @@ def test_padding_in_structs_of_other_kernels_is_no_reason_to_refuse() -> None:
     )
     again = replace(noisy, values=(integer(64), b"\x33" * 8 + pointer(1) + b"\x22" * 8))
     first = replace(world.first, nodes=(*world.first.nodes, noisy, noisy))
+    other = replace(noisy, values=(integer(64), b"\x44" * 8 + pointer(1) + b"\x55" * 8))
+    world.graphs.append(FakeGraph([noisy, other]))
     world.rebinder = GraphRebinder(world.driver, world.graphs, first)
     fresh = world.memory.buffer(rank=1)
     captured = probe(world.driver, fresh)
