@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -79,10 +79,11 @@ def test_a_written_node_is_what_a_replay_runs() -> None:
     x = torch.arange(1024.0, device="cuda")
     y, other = torch.zeros_like(x), torch.zeros_like(x)
     at_y, at_other = (t.data_ptr().to_bytes(8, "little") for t in (y, other))
-    for kind, step, expected in (
+    steps: list[tuple[NodeKind, Callable[[], object], torch.Tensor]] = [
         (NodeKind.MEMCPY, lambda: y.copy_(x), x),
         (NodeKind.KERNEL, lambda: torch.mul(x, 3, out=y), 3 * x),
-    ):
+    ]
+    for kind, step, expected in steps:
         step()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph):
