@@ -27,6 +27,7 @@ from dynamo_elastic.kubernetes.base import (
     Cluster,
     ClusterConflict,
     ClusterError,
+    ClusterRefused,
     ClusterView,
 )
 from dynamo_elastic.kubernetes.decide import (
@@ -97,28 +98,35 @@ class Controller:
                     await self._next_change(watch, cluster)
 
     async def _round(self, session: Session) -> tuple[ClusterView, bool]:
-        """Read, act and report once; also whether anything was done."""
+        """Read, act and report once; also whether that has changed anything. If not, because others
+        were faster or it was refused, there is nothing to do before the next change."""
         began_s = asyncio.get_running_loop().time()
         cluster = await self._cluster.read()
         status = await read_status(self._store, self._deployment.keys)
         view = View(cluster, status, self._deployment.limits, self._deployment.now())
-        actions = decide(view)
-        for action in actions:
+        acted, refusals = False, []
+        for action in decide(view):
             session.check()
             if asyncio.get_running_loop().time() - began_s > _STALE_S:
-                break
-            await self._unless_outdated(self._apply(action, cluster))
-        report = report_of(view)
+                return cluster, True
+            try:
+                acted = await self._unless_outdated(self._apply(action, cluster)) or acted
+            except ClusterRefused as exc:
+                log.error("refused: %s", exc)
+                refusals.append(str(exc))
+        report = report_of(view, refusals)
         if report != cluster.graph.report and not cluster.graph.deleting:
-            await self._unless_outdated(self._cluster.write_report(cluster.graph, report))
-            return cluster, True
-        return cluster, bool(actions)
+            write = self._cluster.write_report(cluster.graph, report)
+            acted = await self._unless_outdated(write) or acted
+        return cluster, acted
 
-    async def _unless_outdated(self, act: Coroutine[Any, Any, None]) -> None:
+    async def _unless_outdated(self, act: Coroutine[Any, Any, None]) -> bool:
         try:
             await act
         except ClusterConflict as exc:
             log.info("to be decided anew: %s", exc)
+            return False
+        return True
 
     async def _apply(self, action: Action, cluster: ClusterView) -> None:
         _say(action)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dynamo_elastic.coordinator.status import Status
@@ -16,10 +17,11 @@ DEGRADED = "ElasticDegraded"
 """Ranks are lost, or pods have trouble: a fault, not a wish for less."""
 
 
-def report_of(view: View) -> Report:
-    """The report on `view`: desired, allocated, active and safe to delete, each by itself."""
+def report_of(view: View, refusals: Sequence[str] = ()) -> Report:
+    """The report on `view`: desired, allocated, active and safe to delete, each by itself.
+    `refusals`: what the API server would not do, in its own words."""
     pods = [p for p in view.cluster.pods if not p.deleting]
-    conditions = (_ready(view.status), _settled(view, pods), _degraded(view, pods))
+    conditions = (_ready(view.status), _settled(view, pods), _degraded(view, pods, refusals))
     return Report(
         generation=view.cluster.graph.generation,
         allocated=len(pods),
@@ -50,8 +52,9 @@ def _settled(view: View, pods: list[PodView]) -> Condition:
     return Condition(SETTLED, False, "Waiting", counts + waits)
 
 
-def _degraded(view: View, pods: list[PodView]) -> Condition:
-    faults = [f"{w}: {why}" for w, why in sorted(view.status.lost_reasons().items())]
+def _degraded(view: View, pods: list[PodView], refusals: Sequence[str]) -> Condition:
+    faults = list(refusals)
+    faults += [f"{w}: {why}" for w, why in sorted(view.status.lost_reasons().items())]
     faults += [f"{p.name}: {p.trouble or 'no worker'}" for p in pods if _troubled(view, p)]
     if faults:
         return Condition(DEGRADED, True, "Faults", "; ".join(faults))

@@ -14,6 +14,7 @@ from dynamo_elastic.coordinator.records import Keys
 from dynamo_elastic.coordinator.status import read_status
 from dynamo_elastic.kubernetes.base import (
     ClusterConflict,
+    ClusterRefused,
     ClusterUnavailable,
     ClusterView,
     GraphView,
@@ -178,3 +179,34 @@ async def test_the_newest_of_many_wishes_is_the_one_that_comes_true() -> None:
             cluster.wish(ranks)
             await asyncio.sleep(0.07)
         await at_rest(cluster, store, 3)
+
+
+class RefusingCluster(FakeCluster):
+    """Its pod template is not valid from the third pod on."""
+
+    asked = 0
+
+    async def create_pod(self, graph: GraphView, slot: int) -> None:
+        self.asked += 1
+        if slot >= 2:
+            raise ClusterRefused("spec.containers[0].image: required value")
+        await super().create_pod(graph, slot)
+
+
+@in_virtual_time
+async def test_what_the_api_server_refuses_is_reported_and_not_asked_for_all_the_time() -> None:
+    cluster, store = RefusingCluster(2, now=wall_clock), FakeStore()
+    async with deployed(cluster, store), controlling(cluster, store, "a"):
+        await at_rest(cluster, store, 2)
+        before = cluster.asked
+        cluster.wish(4)
+        await asyncio.sleep(60)
+        assert cluster.asked - before <= 2 * 15, "two pods, again after each pause"
+        report = cluster.graph.report
+        assert report is not None
+        told = {c.kind: (c.holds, c.message) for c in report.conditions}
+        assert told[DEGRADED][0]
+        assert "image: required value" in told[DEGRADED][1]
+        assert told[READY][0]
+        cluster.wish(2)
+        await at_rest(cluster, store, 2)
