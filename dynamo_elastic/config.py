@@ -254,6 +254,9 @@ class WorkersConfig(_Section):
     """Slot N serves Dynamo's health, metrics and control routes on 127.0.0.1, at this port + N; a
     vLLM engine of slot N its own, at this port + scale.max_ranks + N. 0: none. Not above 32767 with
     the last slot: Dynamo reads it as a signed 16-bit number."""
+    lease_ttl_s: int = Field(default=20, ge=2, le=60)
+    """Of Dynamo's leases, those of frontend and planner too. Dynamo needs that long to come back to
+    an etcd that was restarted; the instance of a worker that was killed is visible for so long."""
 
 
 class PlannerConfig(_Section):

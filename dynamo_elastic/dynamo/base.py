@@ -78,6 +78,11 @@ class Registrar(Protocol):
         if Dynamo does not answer: then the instance goes when its lease does."""
         ...
 
+    def visible(self) -> bool:
+        """False while nothing is registered, or once Dynamo has dropped it, its lease having run
+        out."""
+        ...
+
     def report(self, load: Load) -> None:
         """Tell the planner, if registered."""
         ...

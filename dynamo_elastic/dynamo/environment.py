@@ -11,8 +11,8 @@ _LOOPBACK = "127.0.0.1"
 def dynamo_environment(config: DeploymentConfig) -> dict[str, str]:
     """Variables that make Dynamo use our etcd, and nothing but loopback and etcd. Pure.
 
-    Requests travel over TCP and events over ZMQ, so that there is no NATS server; Dynamo's own
-    leases run out as fast as ours.
+    Requests travel over TCP and events over ZMQ, so that there is no NATS server. Dynamo's leases
+    last longer than ours: it is slow to reconnect, and a process that loses its lease is done for.
     """
     return {
         "DYN_DISCOVERY_BACKEND": "etcd",
@@ -26,7 +26,7 @@ def dynamo_environment(config: DeploymentConfig) -> dict[str, str]:
         "DYN_TCP_RESPONSE_STREAM_HOST": _LOOPBACK,
         "DYN_TCP_RPC_HOST": _LOOPBACK,
         "ETCD_ENDPOINTS": ",".join(config.etcd.urls),
-        "ETCD_LEASE_TTL": str(config.scale.lease_ttl_s),
+        "ETCD_LEASE_TTL": str(config.workers.lease_ttl_s),
         "HF_HUB_OFFLINE": "1",
         # A client that goes away is an error to Dynamo: the stack of the first one, where stacks
         # are asked for, costs a shell 55 MB of symbols and a pause.

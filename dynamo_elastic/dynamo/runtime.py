@@ -81,6 +81,10 @@ class DynamoInstance:
         finally:
             await self._main.withdraw()
 
+    def visible(self) -> bool:
+        """See Registrar."""
+        return self._main.published and not self._main.ended
+
     def report(self, load: Load) -> None:
         """See Registrar."""
         self._main.report(load)

@@ -69,6 +69,11 @@ class Seat:
     def instance_id(self) -> int:
         return int(self.endpoint.connection_id())
 
+    @property
+    def ended(self) -> bool:
+        """True once the runtime has shut down by itself, as it does without its lease."""
+        return self._serving is not None and self._serving.done()
+
     async def publish(self, tag: str) -> None:
         """Visible with this tag, by a new runtime if this one does not do. Raises
         RegistrationFailed, and then it is not visible."""

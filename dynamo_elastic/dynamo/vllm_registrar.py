@@ -40,9 +40,9 @@ class VllmRegistrar:
         if self._path.exists():
             await self._call(UNREGISTER, {})
 
-    def lost(self) -> bool:
-        """Never told apart: Dynamo's worker ends with its lease, and with it the engine."""
-        return False
+    def visible(self) -> bool:
+        """As far as we know: a worker of Dynamo that loses its lease ends, and so its engine."""
+        return True
 
     def report(self, load: Load) -> None:
         """vLLM's scheduler tells the planner itself, more than we could."""

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from dynamo_elastic.coordinator.records import (
@@ -53,10 +52,12 @@ class PlannerWatcher:
         planner: PlannerKeys,
         widths: Widths,
         on_unreached: Callable[[str], Awaitable[None]],
+        on_gone: Callable[[str], Awaitable[None]],
         *,
-        rivals_every_s: float = 10.0,
+        look_every_s: float,
     ) -> None:
-        """Looks for a second planner every `rivals_every_s`: more than a planner's lease lasts.
+        """Looks at who runs every `look_every_s`: more than a planner's lease lasts. `on_gone` is
+        told when the planner that ran is no instance any more.
 
         `on_unreached(reason)` is told when a decision ended at another width than it wanted.
         Dynamo's planner then decides nothing until the width is what it wanted, or until it is
@@ -66,12 +67,13 @@ class PlannerWatcher:
         self._planner = planner
         self._widths = widths
         self._on_unreached = on_unreached
-        self._rivals_every_s = rivals_every_s
+        self._on_gone = on_gone
+        self._look_every_s = look_every_s
 
     async def run(self) -> None:
         """Act on every decision, the newest first of all. Never returns."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._look_for_rivals())
+            tasks.create_task(self._look_at_planners())
             tasks.create_task(self._keep_following())
 
     async def _keep_following(self) -> None:
@@ -101,19 +103,29 @@ class PlannerWatcher:
                 change = await anext(events)
                 stored[change.key] = change
 
-    async def _look_for_rivals(self) -> None:
-        """Warn of two planners in one namespace for as long as there are. One that was killed has
-        its key until its lease runs out, so only those that are seen twice live."""
+    async def _look_at_planners(self) -> None:
+        """Warn of two planners in one namespace for as long as there are; and have one restarted
+        that has lost its lease: it lives on, sees no rank any more and decides nothing.
+
+        One that was killed has its key until its lease runs out, so a look is worth something only
+        a lease later.
+        """
         before: set[str] = set()
         warned = False
         while True:
-            await asyncio.sleep(self._rivals_every_s)
-            with suppress(StoreError):
-                found = {v.key for v in await self._store.get_prefix(self._planner.instances)}
-                living, before = sorted(found & before), found
-                if (len(living) > 1) is not warned:
-                    await self._warn(_RIVALS, _rivals(living))
-                    warned = not warned
+            await asyncio.sleep(self._look_every_s)
+            try:
+                stored = await self._store.get_prefix(self._planner.instances)
+                found = {v.key for v in stored}
+                rivals = _rivals(sorted(found & before))
+                if bool(rivals) is not warned:
+                    await self._warn(_RIVALS, rivals)
+                    warned = bool(rivals)
+            except StoreError:
+                continue
+            if before and not found:
+                await self._on_gone("the planner has lost its lease")
+            before = found
 
     async def _act(self, decision: Decision) -> None:
         """Ask for the nearest legal width, and acknowledge when it has ended either way."""

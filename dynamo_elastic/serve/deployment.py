@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,6 +26,8 @@ from dynamo_elastic.serve import plan
 from dynamo_elastic.serve.preflight import check_host, state_directory
 from dynamo_elastic.serve.processes import ProcessSpec, Ready, Supervisor
 from dynamo_elastic.serve.ready import http_ok, model_listed
+
+log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -225,8 +228,9 @@ async def _start_planner(builder: _Builder, deployment: Deployment, num_experts:
         deployment.keys,
         PlannerKeys(config.namespace),
         Widths(engine_shape(config, num_experts), config.scale.limits, config.scale.max_ranks),
-        start_over,
-        rivals_every_s=2.0 * config.scale.lease_ttl_s,
+        on_unreached=start_over,
+        on_gone=start_over,
+        look_every_s=1.5 * config.workers.lease_ttl_s,
     )
     watching = asyncio.create_task(watcher.run())
     watching.add_done_callback(supervisor.report)

@@ -92,6 +92,7 @@ def frontend_spec(config: DeploymentConfig) -> ProcessSpec:
         frontend_argv(config),
         _log(config, "frontend"),
         environment=dynamo_environment(config),
+        always=True,
     )
 
 
@@ -101,6 +102,7 @@ def planner_spec(config: DeploymentConfig) -> ProcessSpec:
         planner_argv(config),
         _log(config, "planner"),
         environment=planner_environment(config),
+        always=True,
     )
 
 

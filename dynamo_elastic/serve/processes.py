@@ -42,6 +42,8 @@ class ProcessSpec:
     log_path: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     critical: bool = False
+    always: bool = False
+    """Started again after exit code 0, too: Dynamo's own end so when they lose their lease."""
     stop_timeout_s: float = 10.0
 
 
@@ -121,7 +123,7 @@ class Supervisor:
             spec = child.spec
             if loop.time() - began_s > _HEALTHY_AFTER_S:
                 child.restarts = 0
-            told = returncode == 0 and not spec.critical
+            told = returncode == 0 and not (spec.critical or spec.always)
             if told or self._children.get(spec.name) is not child:
                 return
             if spec.critical or child.restarts >= len(_RESTART_DELAY_S):

@@ -36,6 +36,9 @@ class SimulatedRegistrar:
             self._invariants.unregistered(self._worker)
         self.registered = False
 
+    def visible(self) -> bool:
+        return self.registered
+
     def report(self, load: Load) -> None:
         """Nobody listens."""
 

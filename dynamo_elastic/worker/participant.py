@@ -269,6 +269,16 @@ class Participant:
             await self._parts.registrar.register(card)
             self._card = card
 
+    async def keep_registered(self) -> None:
+        """Register again what Dynamo has dropped. Raises RegistrationFailed, and may be tried
+        again."""
+        if self._card is None or self._parts.registrar.visible():
+            return
+        async with self._registrar_lock:
+            if self._card is not None and not self._parts.registrar.visible():
+                log.warning("Dynamo has lost this rank's instance; it is registered again")
+                await self._parts.registrar.register(self._card)
+
     async def resume(self) -> None:
         """After a new session: serve on if the topology in force still has this engine.
 

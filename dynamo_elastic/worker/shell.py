@@ -222,11 +222,15 @@ class Shell:
                 await asyncio.sleep(_RETRY_S)
 
     async def _report(self) -> None:
-        """Tell the planner how busy the engine is."""
+        """Tell the planner how busy the engine is, and see to it that it can hear us."""
         while True:
             load = await self._participant.load()
             if load is not None:
                 self._parts.registrar.report(load)
+            try:
+                await self._participant.keep_registered()
+            except RegistrationFailed as exc:
+                log.warning("not registered yet: %s", exc)
             await asyncio.sleep(_REPORT_EVERY_S)
 
     @property

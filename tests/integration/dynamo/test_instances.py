@@ -162,7 +162,11 @@ async def test_an_instance_whose_lease_ran_out_can_be_registered_again(
             before = rank.instance.instance_id
             await store.revoke_lease(LeaseId(before))
             assert await store.get_prefix("v1/instances/") == ()
+            async with asyncio.timeout(20.0):
+                while rank.instance.visible():
+                    await asyncio.sleep(0.05)
             await rank.join(2)
+            assert rank.instance.visible()
             assert rank.instance.instance_id != before
             assert len(await store.get_prefix("v1/instances/")) == 1
         finally:

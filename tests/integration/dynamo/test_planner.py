@@ -147,7 +147,15 @@ async def test_the_width_follows_the_planners_limits(
         await cluster.resize(2)
         planner = PlannerKeys(config.namespace)
         widths = Widths(EngineShape(8, 8), config.scale.limits, SLOTS)
-        watcher = PlannerWatcher(store, Keys(config.deployment), planner, widths, unexpected)
+        watcher = PlannerWatcher(
+            store,
+            Keys(config.deployment),
+            planner,
+            widths,
+            unexpected,
+            unexpected,
+            look_every_s=10.0,
+        )
         tasks = [asyncio.create_task(c) for c in (cluster.obey(), cluster.report(), watcher.run())]
         try:
             with process(config, planner_argv(config), tmp_path / "planner.log"):
@@ -194,7 +202,15 @@ async def test_the_planners_own_decisions_are_made_legal_in_the_planner(
         await cluster.resize(2)
         planner = PlannerKeys(config.namespace)
         widths = Widths(EngineShape(8, 8), config.scale.limits, SLOTS)
-        watcher = PlannerWatcher(store, Keys(config.deployment), planner, widths, unexpected)
+        watcher = PlannerWatcher(
+            store,
+            Keys(config.deployment),
+            planner,
+            widths,
+            unexpected,
+            unexpected,
+            look_every_s=10.0,
+        )
         tasks = [asyncio.create_task(c) for c in (cluster.obey(), cluster.report(), watcher.run())]
         try:
             with process(config, planner_argv(config), tmp_path / "planner.log"):

@@ -106,7 +106,13 @@ class World:
     async def watching(self) -> AsyncIterator[None]:
         widths = Widths(EngineShape(8, 8), ScaleLimits(1, 4), slots=4)
         watcher = PlannerWatcher(
-            self.store, KEYS, PLANNER, widths, self._unexpected, rivals_every_s=0.3
+            self.store,
+            KEYS,
+            PLANNER,
+            widths,
+            on_unreached=self._unexpected,
+            on_gone=self._unexpected,
+            look_every_s=0.3,
         )
         tasks = [asyncio.create_task(self.coordinate())]
         await self.coordinating.wait()

@@ -39,9 +39,13 @@ class Bench:
         self.answering = True
         self.targets: list[TargetRecord] = []
         self.unreached: list[str] = []
+        self.gone: list[str] = []
 
     async def on_unreached(self, reason: str) -> None:
         self.unreached.append(reason)
+
+    async def on_gone(self, reason: str) -> None:
+        self.gone.append(reason)
 
     async def decide(self, decision_id: int, ranks: int) -> None:
         await self.store.txn([], [Put(PLANNER.ranks, b"%d" % ranks)])
@@ -76,7 +80,15 @@ class Bench:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        watcher = PlannerWatcher(self.store, KEYS, PLANNER, WIDTHS, self.on_unreached)
+        watcher = PlannerWatcher(
+            self.store,
+            KEYS,
+            PLANNER,
+            WIDTHS,
+            self.on_unreached,
+            self.on_gone,
+            look_every_s=10.0,
+        )
         tasks = [asyncio.create_task(c) for c in (self.coordinate(), watcher.run())]
         await asyncio.sleep(0.1)
         yield
@@ -144,7 +156,15 @@ def test_no_legal_width_at_all_asks_for_nothing() -> None:
     async def main() -> None:
         bench = Bench()
         none = Widths(EngineShape(8, 1), ScaleLimits(1, 4), slots=4)
-        watcher = PlannerWatcher(bench.store, KEYS, PLANNER, none, bench.on_unreached)
+        watcher = PlannerWatcher(
+            bench.store,
+            KEYS,
+            PLANNER,
+            none,
+            bench.on_unreached,
+            bench.on_gone,
+            look_every_s=10.0,
+        )
         task = asyncio.create_task(watcher.run())
         await bench.decide(0, 4)
         task.cancel()
@@ -248,6 +268,26 @@ def test_an_acknowledgement_that_is_taken_away_comes_back_without_a_new_target()
             await bench.store.txn([], [Delete(PLANNER.acknowledged)])
             await asyncio.sleep(1.0)
         assert ([t.ranks for t in bench.targets], bench.acknowledged) == ([4], "0")
+
+    run(main())
+
+
+def test_a_planner_that_has_lost_its_lease_is_told_of_once() -> None:
+    async def main() -> None:
+        bench = Bench()
+        async with bench.watching():
+            await asyncio.sleep(25.0)
+            assert bench.gone == [], "it has not come up yet"
+            await bench.store.txn([], [Put(f"{PLANNER.instances}generate/a", b"{}")])
+            await asyncio.sleep(15.0)
+            bench.store.down = True
+            await asyncio.sleep(25.0)
+            bench.store.down = False
+            await asyncio.sleep(15.0)
+            assert bench.gone == [], "the store was away, not the planner"
+            await bench.store.txn([], [Delete(f"{PLANNER.instances}generate/a")])
+            await asyncio.sleep(45.0)
+            assert bench.gone == ["the planner has lost its lease"]
 
     run(main())
 

@@ -73,6 +73,9 @@ class FakeRegistrar:
     async def unregister(self) -> None:
         self.data = None
 
+    def visible(self) -> bool:
+        return self.data is not None
+
     def report(self, load: Load) -> None:
         self.loads.append(load)
 
@@ -250,6 +253,19 @@ async def test_a_card_that_dynamo_did_not_take_is_tried_again(bench: Bench) -> N
     await bench.commit(bench.topology(2))
     await asyncio.sleep(3.0)
     assert card(bench) == ("2", "1", "2")
+
+
+@scenario
+async def test_what_dynamo_has_dropped_is_registered_again(bench: Bench) -> None:
+    await bench.join()
+    before = bench.registrar.registrations
+    bench.registrar.data, bench.registrar.failures = None, 1
+    await asyncio.sleep(3.0)
+    assert card(bench) == ("1", "1", "2")
+    assert bench.registrar.registrations == before + 2, "once more after a failure"
+    await bench.must(Step.DRAIN)
+    await asyncio.sleep(3.0)
+    assert bench.registrar.data is None, "a rank that leaves is not brought back"
 
 
 @scenario
