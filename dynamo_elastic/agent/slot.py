@@ -30,12 +30,12 @@ class Slot:
         self._pidfd: int | None = None
 
     def adopt(self, found: EngineRecord | ParkedRecord) -> None:
-        """Of a slot that is free: what an earlier agent left in it."""
+        """Of a slot that is free: what an earlier agent left in it. Its epoch is no fence: the
+        deployment may have begun anew, and count from 1 again."""
         if isinstance(found, ParkedRecord):
             self.state, self.parked = SlotState.PARKED, found
         else:
             self.state, self.engine, self.lease = SlotState.SERVING, found, found.lease
-            self._fence = found.lease.epoch
 
     def move(self, state: SlotState) -> None:
         """Raises IllegalTransition, and stays, if the table has no such move."""

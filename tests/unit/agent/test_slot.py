@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_elastic.agent.base import SLOT_MOVES, Lease, SlotState
+from dynamo_elastic.agent.base import SLOT_MOVES, Lease, SlotState, Tier
+from dynamo_elastic.agent.records import EngineRecord
 from dynamo_elastic.agent.slot import Slot
 from dynamo_elastic.errors import IllegalTransition, SlotLeased
-from dynamo_elastic.snapshot.process import identify
-from dynamo_elastic.types import Epoch, OperationId, WorkerId
+from dynamo_elastic.snapshot.process import ProcessRef, identify
+from dynamo_elastic.testing.snapshots import FINGERPRINT
+from dynamo_elastic.types import Epoch, Incarnation, OperationId, WorkerId
 
 STATES = st.sampled_from(list(SlotState))
 
@@ -69,6 +71,18 @@ def test_epoch_that_is_over_is_refused_even_by_a_free_slot() -> None:
     slot.claim(lease("b", 5))
     slot.lease = None
     slot.claim(lease("c", 6))
+
+
+def test_epoch_of_an_earlier_deployment_is_no_fence() -> None:
+    slot = Slot(0)
+    process = ProcessRef(1, 1)
+    slot.adopt(
+        EngineRecord(0, lease("old", 7), Incarnation("x"), Tier.COLD, process, FINGERPRINT, True)
+    )
+    with pytest.raises(SlotLeased, match="is leased to slot0 of operation old"):
+        slot.claim(lease("new", 1))
+    slot.lease = None
+    slot.claim(lease("new", 1))
 
 
 def test_process_that_ends_is_noticed_once() -> None:
