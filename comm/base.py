@@ -189,7 +189,7 @@ class ExpertBuffer(Protocol):
         about the same time. Serving goes on meanwhile.
 
         Raises PeerUnreachable: the peers are broken; if it took all of `timeout_s`, this buffer
-        also can't change its connections any more, but serves on with the peers that it has.
+        also can't connect or disconnect any more, but serves on with the peers that it has.
         """
         ...
 

@@ -184,8 +184,8 @@ class PeerBook:
         self._open_layers -= 1
 
     def connecting(self, peers: Mapping[Rank, bytes]) -> None:
-        """`peers` are about to be connected by their metadata."""
-        self._require_between_layers("connect")
+        """`peers` are about to be connected by their metadata, masked, so beside the steps."""
+        self._require_changeable("connect")
         for rank, metadata in peers.items():
             if self._stale.get(rank) == metadata:
                 raise BufferMisused(
@@ -199,7 +199,14 @@ class PeerBook:
     def switching(self, ranks: Iterable[Rank], after: PeerState, act: str) -> None:
         """`ranks` are masked, unmasked or unmapped: only between whole layers, where the halves of
         all ranks' double buffers agree."""
-        self._require_between_layers(act)
+        self.require_usable()
+        if after is _S.ABSENT:
+            self._require_changeable(act)
+        if self._open_layers:
+            raise BufferMisused(
+                f"can't {act} between dispatch and combine",
+                remedy="finish the layer: ranks must agree which half of the buffers is next",
+            )
         self.move(ranks, after)
 
     def timed_out(self, ranks: Iterable[Rank]) -> None:
@@ -228,7 +235,7 @@ class PeerBook:
             self._states.update(dict.fromkeys(ranks, after))
 
     def spend(self, why: str) -> None:
-        """No connection of this buffer can be changed any more; its active peers stay."""
+        """No connection of this buffer can be made or ended any more; the peers it has stay."""
         self._spent = why
 
     def destroying(self, released_by: Collection[Rank]) -> None:
@@ -245,12 +252,7 @@ class PeerBook:
         if self._destroyed:
             raise BufferMisused("the buffer was destroyed", remedy="build a fresh one")
 
-    def _require_between_layers(self, act: str) -> None:
+    def _require_changeable(self, act: str) -> None:
         self.require_usable()
         if self._spent:
             raise BufferMisused(f"can't {act}: {self._spent}", remedy="build a fresh buffer")
-        if self._open_layers:
-            raise BufferMisused(
-                f"can't {act} between dispatch and combine",
-                remedy="finish the layer: ranks must agree which half of the buffers is next",
-            )

@@ -93,6 +93,15 @@ def test_switches_are_allowed_between_whole_layers_only(halves: list[bool]) -> N
         book.switching([Rank(1)], PeerState.ACTIVE, "activate")
 
 
+def test_connecting_goes_on_beside_a_step() -> None:
+    book = PeerBook(SHAPE, Rank(0))
+    book.dispatching()
+    book.connecting({Rank(1): b"1"})
+    book.move([Rank(1)], PeerState.CONNECTED)
+    with pytest.raises(BufferMisused, match="between dispatch and combine"):
+        book.switching([Rank(1)], PeerState.ACTIVE, "activate")
+
+
 def test_every_rank_that_was_connected_must_let_go() -> None:
     book = PeerBook(SHAPE, Rank(0))
     book.connecting({Rank(1): b"1", Rank(2): b"2"})

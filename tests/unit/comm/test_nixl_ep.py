@@ -173,7 +173,8 @@ def test_a_connect_that_never_returns_is_left_behind(adapter: Any, buffer: Any) 
         x = torch.zeros(8, 2048, dtype=torch.bfloat16)
         arrived = buffer.dispatch(x, ids)
         buffer.combine(x, ids, torch.zeros(8, 2), arrived, out=x)
-        for act in (buffer.disconnect, buffer.deactivate):
+        buffer.deactivate([ONE])
+        for act in (buffer.disconnect, lambda ranks: buffer.connect({TWO: b"2"}, timeout_s=1)):
             with pytest.raises(BufferMisused, match="never returned"):
                 act([ONE])
         buffer.destroy(released_by=[ONE, TWO])
