@@ -17,8 +17,8 @@ from dynamo_elastic.snapshot.gpu import Gpu
 from dynamo_elastic.snapshot.park import park, unpark
 from dynamo_elastic.snapshot.process import alive, memory_of
 
-_MARGIN_S = 2.0
-"""What is kept of the time for the engine to let go of its GPU."""
+_DETACH_SHARE = 0.6
+"""Of the time, what the engine has to answer; the rest is for letting go of its GPU."""
 
 
 async def park_engine(
@@ -32,7 +32,7 @@ async def park_engine(
     deadline = asyncio.get_running_loop().time() + timeout_s
     write_record(control_dir, record.leaving())
     (control_dir / DETACHED_FILE).unlink(missing_ok=True)
-    await _detach(control_dir / SOCKET_FILE, timeout_s=timeout_s - _MARGIN_S)
+    await _detach(control_dir / SOCKET_FILE, timeout_s=timeout_s * _DETACH_SHARE)
     failpoint("agent.engine_detached")
     await wait_detached(control_dir, record.process, deadline)
     engine = json.loads((control_dir / DETACHED_FILE).read_text())
