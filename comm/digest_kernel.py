@@ -13,11 +13,12 @@ _BLOCKS_A_PROGRAM = 16
 _PROGRAM_WORDS = _BLOCK_WORDS * _BLOCKS_A_PROGRAM
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# One compilation for every length: `count` is neither specialised nor of a width of its own.
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _sum_words(  # type: ignore[no-untyped-def]
     words,
     sums,
-    count,
+    count: tl.int64,
     golden: tl.constexpr,
     mix_1: tl.constexpr,
     mix_2: tl.constexpr,
