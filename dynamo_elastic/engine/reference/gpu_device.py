@@ -84,7 +84,8 @@ class GpuDevice:
         return ImportedArena(pieces, self._driver, device=device)
 
     def warm_up(self) -> None:
-        """Nothing to do: the copy engine is the driver's own."""
+        """The digest's kernel is compiled, which takes a second; the copy engine needs nothing."""
+        digest(torch.zeros(8, dtype=torch.int64, device=self.store.device))
 
     def executor(self, model: Model, cache: KvCache, local: LocalExperts) -> Executor:
         fill(model.weights)
