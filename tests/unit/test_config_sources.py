@@ -218,6 +218,17 @@ def test_the_deployments_settings_from_all_sources(tmp_path: Path) -> None:
     )
 
 
+def test_a_required_setting_with_a_fault_is_not_missing_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "d.yaml"
+    path.write_text("deployment: a\nmodel: {path: m, name: m}\nscale:\n  initial_ranks: 1\n")
+    flags, _ = from_flags(["--elastic-scale-max-ranks"], SETTINGS)
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(path, {}, flags)
+    assert caught.value.faults == (
+        "scale.max_ranks: needs a value after it (--elastic-scale-max-ranks)",
+    )
+
+
 def test_settings_survive_a_round_trip() -> None:
     raw = {"deployment": "a", "model": {"path": "m", "name": "m"}}
     raw["scale"] = {"initial_ranks": 1, "max_ranks": 4}
