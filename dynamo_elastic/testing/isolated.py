@@ -6,8 +6,8 @@ started can be ended with it; it must be forked from one that has not used CUDA 
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import select
 import signal
 import sys
@@ -60,8 +60,8 @@ def _child(item: pytest.Item, write: int) -> None:
         reports = runtestprotocol(item, log=False)
         convert = item.config.hook.pytest_report_to_serializable
         data = [convert(config=item.config, report=report) for report in reports]
-        with os.fdopen(write, "w") as pipe:
-            json.dump(data, pipe, default=str)
+        with os.fdopen(write, "wb") as pipe:
+            pickle.dump(data, pipe)
     finally:
         sys.stdout.flush()
         os._exit(0)
@@ -84,9 +84,9 @@ def _read_all(read: int, deadline_s: float) -> tuple[bytes, bool]:
 
 def _reports(item: pytest.Item, data: bytes) -> list[pytest.TestReport]:
     try:
-        rows: list[dict[str, Any]] = json.loads(data)
-    except ValueError:
-        return []
+        rows: list[dict[str, Any]] = pickle.loads(data)
+    except (EOFError, pickle.UnpicklingError):
+        return []  # it was cut short
     convert = item.config.hook.pytest_report_from_serializable
     return [convert(config=item.config, data=row) for row in rows]
 
