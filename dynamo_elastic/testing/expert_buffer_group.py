@@ -86,8 +86,9 @@ class RankProcess:
             IPC_CACHE_VARIABLE: "n",
             **(env or {}),
         }
-        self.log = Path(tempfile.mkstemp(prefix=f"rank{number}-", suffix=".log")[1])
-        with theirs, self.log.open("wb") as log:
+        prefix = f"rank{number}-"
+        with theirs, tempfile.NamedTemporaryFile(prefix=prefix, suffix=".log", delete=False) as log:
+            self.log = Path(log.name)
             self.process = subprocess.Popen(
                 [sys.executable, *program, str(theirs.fileno()), *arguments],
                 pass_fds=[theirs.fileno()],
