@@ -143,7 +143,7 @@ class ScaleConfig(_Section):
     short_tokens: int = Field(default=8, ge=0)
     """A leaver lets requests with at most so many tokens to go finish; the others move."""
     lease_ttl_s: int = Field(default=5, ge=2, le=60)
-    """A process that is silent for so long counts as dead: coordinator, shell, Dynamo instance."""
+    """A process of ours that is silent for so long counts as dead: coordinator, shell."""
     operation_timeout_s: Seconds = 300.0
     """Deadline of a whole operation: it aborts before COMMIT, and stops moving experts after it."""
     slots_timeout_s: Seconds = 120.0
