@@ -23,7 +23,13 @@ from dynamo_elastic.coordinator.api import ApiServer, read_token
 from dynamo_elastic.coordinator.api_routes import ROUTES, openapi
 from dynamo_elastic.coordinator.api_views import TargetState, in_use
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
-from dynamo_elastic.coordinator.records import Keys, WarningRecord, encode
+from dynamo_elastic.coordinator.records import (
+    Keys,
+    OutcomeStatus,
+    TargetOutcome,
+    WarningRecord,
+    encode,
+)
 from dynamo_elastic.coordinator.store import Put, Versioned
 from dynamo_elastic.coordinator.targets import request_scale
 from dynamo_elastic.errors import ConfigError, StoreUnavailable
@@ -288,6 +294,17 @@ async def test_slots_that_the_target_wants_next_stay() -> None:
 
 
 @asyncio_test
+async def test_a_target_that_was_reached_and_lost_again_is_asked_for_anew() -> None:
+    async with world(FakeStore(), 0) as here, api(here) as client:
+        await request_scale(here.store, here.keys, 4, "api", request_id="a")
+        outcome = TargetOutcome("a", 4, OutcomeStatus.REACHED)
+        await here.store.txn([], [Put(here.keys.outcome, encode(outcome))])
+        answer = await client.put(202, "?wait_s=0", target=4)
+        assert answer["state"] == "accepted"
+        assert answer["request_id"] != "a"
+
+
+@asyncio_test
 async def test_warnings_and_an_empty_deployment() -> None:
     async with world(FakeStore(), 0) as here, api(here, "me") as client:
         warning = encode(WarningRecord("two planners write", 1.0))
@@ -366,8 +383,10 @@ def test_the_token(tmp_path: Path) -> None:
     async def main() -> None:
         path.write_text("secret-1")
         async with world(FakeStore(), 0) as here, api(here, token_file=path) as client:
-            for given in ({}, {"Authorization": "Bearer secret-2"}, {"Authorization": "secret-1"}):
-                await client.ask("GET", "/v1/status", 401, headers=given)
+            await client.ask("GET", "/v1/status", 401)
+            for given in ("Bearer secret-2", "secret-1", "Basic secret-1", "Bearer"):
+                wrong = {"Authorization": given}
+                await client.ask("GET", "/v1/status", 401, headers=wrong)
             right = {"Authorization": "Bearer secret-1"}
             await client.ask("GET", "/v1/status", 200, headers=right)
             await client.ask("GET", "/healthz", 200)
