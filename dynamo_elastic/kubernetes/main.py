@@ -1,5 +1,4 @@
-"""The controller's process: python -m dynamo_elastic.kubernetes --config FILE --num-experts N
---graph NAME."""
+"""The controller's process: `python -m dynamo_elastic.kubernetes`."""
 
 from __future__ import annotations
 
@@ -12,7 +11,12 @@ import socket
 import sys
 from pathlib import Path
 
-from dynamo_elastic.config import DeploymentConfig, engine_shape, load_config
+from dynamo_elastic.config import (
+    CONFIG_VARIABLE,
+    DeploymentConfig,
+    engine_shape,
+    resolve_config,
+)
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.records import Keys
 from dynamo_elastic.errors import ElasticError
@@ -25,11 +29,12 @@ from dynamo_elastic.kubernetes.pods import Served
 
 def main(argv: list[str] | None = None) -> int:
     """Control until SIGTERM or SIGINT (0), or until a setting or a record is bad (1)."""
-    args = _parser().parse_args(argv)
+    args = controller_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     arm_from_environment()
     try:
-        asyncio.run(_run(load_config(args.config), args))
+        config = resolve_config(args.elastic_config, os.environ, {}).config
+        asyncio.run(_run(config, args))
     except ElasticError as exc:
         sys.stderr.write(f"kubernetes: {exc}\n")
         return 1
@@ -56,9 +61,18 @@ async def _run(config: DeploymentConfig, args: argparse.Namespace) -> None:
         await store.close()
 
 
-def _parser() -> argparse.ArgumentParser:
+def controller_parser() -> argparse.ArgumentParser:
+    """Of its command line."""
     parser = argparse.ArgumentParser(prog="python -m dynamo_elastic.kubernetes")
-    parser.add_argument("--config", type=Path, required=True, help="deployment YAML")
+    known = os.environ.get(CONFIG_VARIABLE)
+    parser.add_argument(
+        "--elastic-config",
+        type=Path,
+        required=known is None,
+        default=known,
+        metavar="FILE",
+        help=f"YAML of the deployment (variable: {CONFIG_VARIABLE})",
+    )
     parser.add_argument("--num-experts", type=int, required=True, help="experts of the model")
     parser.add_argument(
         "--namespace",

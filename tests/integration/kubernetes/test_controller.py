@@ -149,7 +149,7 @@ async def controller(
         KILL_ONCE_DIR: str(at.failpoints),
         "PYTHONSAFEPATH": "1",
     }
-    argv = [sys.executable, "-m", "dynamo_elastic.kubernetes", f"--config={at.config}"]
+    argv = [sys.executable, "-m", "dynamo_elastic.kubernetes", f"--elastic-config={at.config}"]
     argv += [f"--num-experts={SHAPE.num_experts}", f"--namespace={NAMESPACE}"]
     argv += [f"--graph={GRAPH}", f"--component={COMPONENT}", *flags]
     running: list[asyncio.subprocess.Process] = []
