@@ -194,6 +194,11 @@ class ImportedArena:
             undo.pop_all()
 
     @property
+    def mapped(self) -> bool:
+        """False once it is closed."""
+        return bool(self._mapping.pieces)
+
+    @property
     def address(self) -> int:
         """Of the first byte, in this process: not the peer's own address."""
         return self._address

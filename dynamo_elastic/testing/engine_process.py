@@ -56,15 +56,65 @@ def engine_config(model: Path, run_dir: Path, **engine: Any) -> DeploymentConfig
     )
 
 
-class EngineProcess:
+class AttachedEngine:
+    """An engine that has an identity, and what it says; close() it."""
+
+    def __init__(self, worker_id: WorkerId, client: EngineClient) -> None:
+        self.worker_id = worker_id
+        self.client = client
+        self.outputs: dict[str, list[Output]] = {}
+        self.token_times: dict[str, list[float]] = {}
+        """When the tokens of each request came, in time.monotonic()."""
+        self._reader: asyncio.Task[None] | None = None
+        self._news = asyncio.Condition()
+
+    def read(self) -> None:
+        """Collect outputs from now on, for finished()."""
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            async for output in self.client.outputs():
+                self.outputs.setdefault(output.request_id, []).append(output)
+                times = self.token_times.setdefault(output.request_id, [])
+                times += [time.monotonic()] * len(output.tokens)
+                async with self._news:
+                    self._news.notify_all()
+        except EngineGone:
+            return
+
+    async def finished(self, request_id: str, *, timeout_s: float = 60.0) -> Output:
+        """All of a request's tokens from this engine in one output, once it ended; once only."""
+        async with asyncio.timeout(timeout_s), self._news:
+            while True:
+                given = self.outputs.get(request_id, [])
+                if given and given[-1].finish:
+                    del self.outputs[request_id]
+                    tokens = tuple(t for o in given for t in o.tokens)
+                    return Output(request_id, tokens, given[-1].finish, given[-1].reason)
+                await self._news.wait()
+
+    async def generate(self, request: EngineRequest) -> Output:
+        """submit(), then finished()."""
+        await self.client.submit(request)
+        return await self.finished(request.request_id)
+
+    async def close(self) -> None:
+        """The engine, which has ended, is not read any more."""
+        if self._reader is not None:
+            await self._reader
+        await self.client.close()
+
+
+class EngineProcess(AttachedEngine):
     """One engine process in the slot of its worker; stop() it."""
 
     def __init__(
         self, config: DeploymentConfig, slot: int, environment: Mapping[str, str] | None = None
     ) -> None:
         """It boots with our environment, and what `environment` has besides."""
-        self.worker_id = WorkerId(f"slot{slot}")
         self.control_dir = config.control_dir(slot)
+        super().__init__(WorkerId(f"slot{slot}"), EngineClient(self.control_dir / SOCKET_FILE))
         self.control_dir.mkdir(parents=True, exist_ok=True)
         self._boot_log = self.control_dir / "boot.log"
         with self._boot_log.open("wb") as log:
@@ -75,10 +125,6 @@ class EngineProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
             )
-        self.client = EngineClient(self.control_dir / SOCKET_FILE)
-        self.outputs: dict[str, list[Output]] = {}
-        self._reader: asyncio.Task[None] | None = None
-        self._news = asyncio.Condition()
 
     async def detached(self) -> dict[str, Any]:
         """What `detached.json` says, once it is there."""
@@ -106,7 +152,7 @@ class EngineProcess:
         # The file is there a moment before anybody listens on it.
         await wait_for_socket(self.control_dir / SOCKET_FILE, timeout_s=BOOT_TIMEOUT_S)
         if read_outputs:
-            self._reader = asyncio.create_task(self._read())
+            self.read()
 
     async def _appears(self, path: Path) -> None:
         deadline = time.monotonic() + BOOT_TIMEOUT_S
@@ -114,31 +160,6 @@ class EngineProcess:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise EngineGone(f"no {path.name}: {self.log()}")
             await asyncio.sleep(_POLL_S)
-
-    async def _read(self) -> None:
-        try:
-            async for output in self.client.outputs():
-                self.outputs.setdefault(output.request_id, []).append(output)
-                async with self._news:
-                    self._news.notify_all()
-        except EngineGone:
-            return
-
-    async def finished(self, request_id: str, *, timeout_s: float = 60.0) -> Output:
-        """All of a request's tokens from this engine in one output, once it ended; once only."""
-        async with asyncio.timeout(timeout_s), self._news:
-            while True:
-                given = self.outputs.get(request_id, [])
-                if given and given[-1].finish:
-                    del self.outputs[request_id]
-                    tokens = tuple(t for o in given for t in o.tokens)
-                    return Output(request_id, tokens, given[-1].finish, given[-1].reason)
-                await self._news.wait()
-
-    async def generate(self, request: EngineRequest) -> Output:
-        """submit(), then finished()."""
-        await self.client.submit(request)
-        return await self.finished(request.request_id)
 
     def log(self) -> str:
         """What it wrote, before and after it was attached."""
@@ -153,6 +174,4 @@ class EngineProcess:
     async def stop(self) -> None:
         """Kill it and let go of it. Idempotent."""
         self.kill()
-        if self._reader is not None:
-            await self._reader
-        await self.client.close()
+        await self.close()

@@ -7,13 +7,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
-from dynamo_elastic.engine.base import EngineStatus, Finish, PushReport, Request
+from dynamo_elastic.engine.base import EngineStatus, Finish, Output, PushReport, Request
 from dynamo_elastic.engine.reference.model import TileSize
 from dynamo_elastic.engine.reference.oracle import Oracle
 from dynamo_elastic.errors import ElasticError, EngineError
-from dynamo_elastic.testing.engine_process import EngineProcess, engine_config
+from dynamo_elastic.testing.engine_process import AttachedEngine, EngineProcess, engine_config
 from dynamo_elastic.topology import (
     EngineShape,
     MoveRound,
@@ -26,6 +26,7 @@ from dynamo_elastic.topology import (
 from dynamo_elastic.types import Epoch, Rank, WorkerId
 
 T = TypeVar("T")
+E = TypeVar("E", bound=AttachedEngine)
 
 TILE = TileSize(batch_tokens=4, max_context=64)
 SHAPE = EngineShape(num_experts=8, slots_per_rank=4)
@@ -35,15 +36,15 @@ TIMEOUT_S = 20.0
 NONE = Topology(Epoch(0))
 
 
-class Fleet:
+class Fleet(Generic[E]):
     """Engines by worker id, and what a coordinator would have them do."""
 
-    def __init__(self, engines: Sequence[EngineProcess], shape: EngineShape = SHAPE) -> None:
+    def __init__(self, engines: Sequence[E], shape: EngineShape = SHAPE) -> None:
         self.all = {e.worker_id: e for e in engines}
         self._shape = shape
         self.in_force = NONE
 
-    def of(self, topology: Topology) -> list[EngineProcess]:
+    def of(self, topology: Topology) -> list[E]:
         return [self.all[w] for w in topology.worker_ids]
 
     def plan(self, target: int, *, skipped_epochs: int = 0) -> ScalePlan:
@@ -130,7 +131,7 @@ class Fleet:
         return plan
 
 
-def _rank(topology: Topology, engine: EngineProcess) -> Rank:
+def _rank(topology: Topology, engine: AttachedEngine) -> Rank:
     return Rank(topology.worker_ids.index(engine.worker_id))
 
 
@@ -142,9 +143,7 @@ def _digests(reports: Sequence[PushReport]) -> dict[WorkerId, dict[str, str]]:
     return merged
 
 
-async def each(
-    engines: Sequence[EngineProcess], act: Callable[[EngineProcess], Awaitable[T]]
-) -> list[T]:
+async def each(engines: Sequence[E], act: Callable[[E], Awaitable[T]]) -> list[T]:
     return list(await asyncio.gather(*(act(e) for e in engines)))
 
 
@@ -161,7 +160,7 @@ async def fleet(
     *,
     peer_timeout_s: float = 3.0,
     environment: Mapping[str, str] | None = None,
-) -> AsyncIterator[Fleet]:
+) -> AsyncIterator[Fleet[EngineProcess]]:
     """`count` attached engines; `environment` is that of the last."""
     config = engine_config(
         model,
@@ -189,7 +188,7 @@ async def fleet(
 class FleetLoad:
     """Requests that keep coming, each to one of `workers`; what moves goes on with the first."""
 
-    def __init__(self, fleet: Fleet, workers: Sequence[WorkerId]) -> None:
+    def __init__(self, fleet: Fleet[Any], workers: Sequence[WorkerId]) -> None:
         self._fleet = fleet
         self._workers = workers
         self._stop = False
@@ -221,7 +220,7 @@ class FleetLoad:
         worker = self._workers[stream % len(self._workers)]
         tokens: tuple[int, ...] = ()
         try:
-            output = await self._fleet.all[worker].generate(request)
+            output: Output = await self._fleet.all[worker].generate(request)
         except EngineError as exc:
             if "drains" not in str(exc):
                 raise
@@ -249,7 +248,7 @@ class FleetLoad:
             _require(tokens == oracle.generate(request), f"other tokens for {request}")
 
 
-async def masked(engine: EngineProcess) -> EngineStatus:
+async def masked(engine: AttachedEngine) -> EngineStatus:
     """The status of `engine` once it has masked a peer."""
     async with asyncio.timeout(TIMEOUT_S):
         while not (status := await engine.client.status()).masked:

@@ -24,7 +24,7 @@ def gpu_environment(slot: int, gpus: int) -> dict[str, str]:
 @asynccontextmanager
 async def gpu_fleet(
     model: Path, run_dir: Path, count: int, *, gpus: int, **engine: Any
-) -> AsyncIterator[Fleet]:
+) -> AsyncIterator[Fleet[EngineProcess]]:
     """`count` detached engines on `gpus` GPUs; `engine`: settings of the section of that name."""
     config = engine_config(model, run_dir, device="cuda", **engine)
     shape = EngineShape(read_shape(model).num_experts, int(engine["slots_per_rank"]))

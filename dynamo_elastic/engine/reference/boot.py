@@ -141,6 +141,7 @@ def detach(engine: WarmEngine, parts_s: dict[str, float]) -> None:
         "arena_bytes": engine.weights.arena.size_bytes + engine.cache.arena.size_bytes,
         "threads": len(os.listdir("/proc/self/task")),
         "probe": engine.probe,
+        "cuda": engine.device.held(),
     }
     path = engine.settings.control_dir / DETACHED_FILE
     partial = path.with_suffix(".partial")

@@ -77,6 +77,11 @@ class Device(Protocol):
         """For one life. Raises EngineError if this process can't compute as it did."""
         ...
 
+    def held(self) -> dict[str, int]:
+        """What nobody sees from outside that a GPU's memory can't be saved with: see REPORTED in
+        snapshot/cuda_findings.py. {} without a GPU."""
+        ...
+
 
 class HostDevice:
     """The CPU: NIXL on host memory, experts over TCP."""
@@ -91,6 +96,9 @@ class HostDevice:
 
     def warm_up(self) -> None:
         NixlAgent("warm-up").close()
+
+    def held(self) -> dict[str, int]:
+        return {}
 
     def executor(self, model: Model, cache: KvCache, local: LocalExperts) -> Executor:
         return HostExecutor(model, cache, local, peer_timeout_s=self._peer_timeout_s)

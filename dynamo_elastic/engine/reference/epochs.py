@@ -18,7 +18,7 @@ from dynamo_elastic.engine.reference.layout import slot_prefix
 from dynamo_elastic.engine.reference.loop import StepLoop
 from dynamo_elastic.engine.reference.membership import Membership
 from dynamo_elastic.engine.reference.model import Model, Row, no_experts
-from dynamo_elastic.engine.reference.transfers import CHUNK_BYTES, Transfers
+from dynamo_elastic.engine.reference.transfers import Transfers
 from dynamo_elastic.errors import EngineError, PeerLost
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.topology import EMPTY, ExpertMove, Topology
@@ -153,7 +153,7 @@ class Epochs:
         self._refuse_old(epoch)
         failpoint("engine.before_push")
         regions = self._own.dense_regions()
-        plan = plan_dense(regions, sources, joiners, chunk_bytes=CHUNK_BYTES)
+        plan = plan_dense(regions, sources, joiners, chunk_bytes=self._own.chunk_bytes)
         report = self._write([c for c in plan if c.source == self._worker_id])
         digests = self._own.digests(r.name for r in regions)
         return PushReport(
@@ -171,7 +171,9 @@ class Epochs:
         for move in (m for m in moves if m.from_worker == worker_id == self._worker_id):
             self._wait_unused(move)
             pairs = self._pairs(self._slot_of(move.expert), move.to_slot)
-            chunks += plan_copies(worker_id, move.to_worker, pairs, chunk_bytes=CHUNK_BYTES)
+            chunks += plan_copies(
+                worker_id, move.to_worker, pairs, chunk_bytes=self._own.chunk_bytes
+            )
             sent = self._own.digests(ours.name for ours, _ in pairs)
             arrived = {theirs.name: sent[ours.name] for ours, theirs in pairs}
             digests.setdefault(move.to_worker, {}).update(arrived)

@@ -68,6 +68,7 @@ class GpuDevice:
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graphs: StepGraphs | None = None
         self._table: Tensor | None = None
+        self._imported: list[ImportedArena] = []
 
     def agent(self, incarnation: Incarnation, weights: Weights) -> TransferAgent:
         arena = weights.arena
@@ -81,7 +82,13 @@ class GpuDevice:
 
     def _map(self, chunks: Sequence[ReceivedChunk], device: int) -> ImportedArena:
         pieces = [Chunk(c.descriptor, c.offset, c.size_bytes) for c in chunks]
-        return ImportedArena(pieces, self._driver, device=device)
+        arena = ImportedArena(pieces, self._driver, device=device)
+        self._imported = [*(a for a in self._imported if a.mapped), arena]
+        return arena
+
+    def held(self) -> dict[str, int]:
+        imports = sum(arena.mapped for arena in self._imported)
+        return {"multicast": 0, "ipc_imports": imports, "managed_bytes": 0}
 
     def warm_up(self) -> None:
         """The digest's kernel is compiled, which takes a second; the copy engine needs nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dynamo_elastic.comm.base import Span, TransferAgent
+from dynamo_elastic.comm.base import MemoryKind, Span, TransferAgent
 from dynamo_elastic.comm.transfer_plan import Chunk
 from dynamo_elastic.comm.weights import Destination, Limits, push
 from dynamo_elastic.engine.reference.layout import DENSE
@@ -13,9 +13,15 @@ from dynamo_elastic.engine.reference.model import Weights
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.types import Region, WorkerId
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = {MemoryKind.DRAM: 1 << 20, MemoryKind.VRAM: 256 << 20}
 
-_LIMITS = Limits(window_bytes=16 << 20, transfer_timeout_s=5.0, timeout_s=30.0)
+_LIMITS = {
+    MemoryKind.DRAM: Limits(window_bytes=16 << 20, transfer_timeout_s=5.0, timeout_s=30.0),
+    # Below the floor a push inside a host has left NVLink.
+    MemoryKind.VRAM: Limits(
+        window_bytes=2 << 30, transfer_timeout_s=5.0, timeout_s=30.0, floor_gbps=50.0
+    ),
+}
 
 
 class Transfers:
@@ -28,6 +34,11 @@ class Transfers:
         self._peers: dict[WorkerId, Destination] = {}
         self._span = Span(weights.arena.address, weights.arena.size_bytes)
         agent.register(self._span, weights.store.kind)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Into which pieces a plan cuts what is to be written."""
+        return CHUNK_BYTES[self.weights.store.kind]
 
     def endpoint(self) -> dict[str, Any]:
         """What peers need to write into our arena."""
@@ -72,7 +83,7 @@ class Transfers:
         if unknown:
             raise EngineError(f"not connected to {sorted(unknown)}")
         kind = self.weights.store.kind
-        return push(self._agent, chunks, self._span, self._peers, kind, _LIMITS)
+        return push(self._agent, chunks, self._span, self._peers, kind, _LIMITS[kind])
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """Digests of own regions. Raises EngineError for a name that there is not."""

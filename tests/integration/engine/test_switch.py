@@ -15,7 +15,7 @@ from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.engine.reference.oracle import Oracle
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.failpoints import KILL_ONCE_DIR
-from dynamo_elastic.testing.engine_process import SMALL_SHAPE
+from dynamo_elastic.testing.engine_process import SMALL_SHAPE, EngineProcess
 from dynamo_elastic.testing.fleet import TILE, Fleet, FleetLoad, each, fleet, masked
 from dynamo_elastic.types import Epoch, WorkerId
 
@@ -38,7 +38,7 @@ def oracle(model: Path) -> Oracle:
 
 
 async def steps_on(
-    ranks: Fleet, epoch: Epoch, workers: Sequence[WorkerId], load: FleetLoad
+    ranks: Fleet[EngineProcess], epoch: Epoch, workers: Sequence[WorkerId], load: FleetLoad
 ) -> None:
     """`workers` serve on in `epoch`, and no request waits for anything."""
     done = len(load.told)
