@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
 _START_TIMEOUT_S = 30.0
-_BOOT_TIMEOUT_S = 180.0
 _PLANNER_TIMEOUT_S = 90.0
 _OWNER_TTL_S = 10
 
@@ -205,7 +204,9 @@ async def _start_workers(
     await _all_on_standby(deployment)
     builder.say(f"bringing up {config.scale.initial_ranks} ranks")
     spec = plan.coordinator_spec(config, config_file, str(num_experts))
-    await builder.launch(spec, lambda: _booted(deployment), _BOOT_TIMEOUT_S)
+    # The operation has its own deadline, and says what failed.
+    boot_timeout_s = config.scale.operation_timeout_s + _START_TIMEOUT_S
+    await builder.launch(spec, lambda: _booted(deployment), boot_timeout_s)
 
 
 async def _start_planner(builder: _Builder, deployment: Deployment, num_experts: int) -> None:
