@@ -14,11 +14,9 @@ from dynamo_elastic.topology import EngineShape
 
 
 def gpu_environment(slot: int, gpus: int) -> dict[str, str]:
-    """Device 0 of the engine in `slot` is a GPU of its own; it sees the others too, as it maps
-    their memory."""
-    own = slot % gpus
-    order = [own, *(g for g in range(gpus) if g != own)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, order)), "UCX_CUDA_IPC_CACHE": "n"}
+    """As the agent gives it: the engine sees one GPU, and can map the memory of the others all the
+    same."""
+    return {"CUDA_VISIBLE_DEVICES": str(slot % gpus), "UCX_CUDA_IPC_CACHE": "n"}
 
 
 @asynccontextmanager
