@@ -104,6 +104,12 @@ class _Sender:
             self._finish_oldest()
         if time.monotonic() >= self._deadline:
             raise self._timeout(batch.remote)
+        posted_bytes = self._done_bytes.total() + self._flying_bytes
+        if posted_bytes:
+            # A transport may copy before write() returns: then it is here that it is seen to be slow.
+            self._check_floor(batch.remote, posted_bytes)
+        else:
+            self._begun = time.monotonic()
         until = time.monotonic() + self._limits.transfer_timeout_s
         try:
             transfer = self._agent.write(batch.remote, batch.local, batch.target, self._kind)
@@ -127,7 +133,8 @@ class _Sender:
             while transfer.poll() is TransferState.RUNNING:
                 if time.monotonic() >= until:
                     raise self._timeout(batch.remote)
-                self._check_floor(batch.remote)
+                # The oldest transfer is not done: had the floor been kept, it would be.
+                self._check_floor(batch.remote, self._done_bytes.total() + batch.size_bytes)
                 time.sleep(_POLL_INTERVAL_S)
         except (TransferTimeout, TransferTooSlow):
             raise
@@ -138,18 +145,15 @@ class _Sender:
         self._flying_bytes -= batch.size_bytes
         self._done_bytes[batch.remote] += batch.size_bytes
 
-    def _check_floor(self, remote: str) -> None:
+    def _check_floor(self, remote: str, most_bytes: int) -> None:
+        """Raises TransferTooSlow unless `most_bytes` by now are enough."""
         elapsed_s = time.monotonic() - self._begun
-        if not self._limits.floor_gbps or elapsed_s < _FLOOR_GRACE_S:
-            return
-        # The oldest transfer is not done: had the floor been kept, it would be.
-        owed_bytes = self._done_bytes.total() + self._flying[0][0].size_bytes
-        if owed_bytes < self._limits.floor_gbps * 1e9 * (elapsed_s - _FLOOR_GRACE_S):
+        if most_bytes < self._limits.floor_gbps * 1e9 * (elapsed_s - _FLOOR_GRACE_S):
             raise TransferTooSlow(
                 f"a push left NVLink, below {self._limits.floor_gbps} GB/s",
                 remote=remote,
                 bytes_done=self._done_bytes[remote],
-                gbps=self._done_bytes.total() / elapsed_s / 1e9,
+                gbps=most_bytes / elapsed_s / 1e9,
             )
 
     def _timeout(self, remote: str) -> TransferTimeout:

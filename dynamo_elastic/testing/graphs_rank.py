@@ -29,10 +29,12 @@ class GraphsRank(ExpertRank):
         self._rebinder: GraphRebinder | None = None
         self._decoys: list[torch.Tensor] = []
         self._probe_layers = 2
+        self._kept = False
 
     def keep(self) -> None:
         """Graphs stay patchable from now on."""
         keep_graphs_patchable()
+        self._kept = True
 
     def capture_all(self, graphs: int, layers: int) -> dict[str, float]:
         """So many graphs of so many layers, as an engine captures them; and what they cost."""
@@ -46,7 +48,8 @@ class GraphsRank(ExpertRank):
             with torch.cuda.graph(graph, pool=pool):
                 for _ in range(layers):
                     self.layer()
-            graph.instantiate()
+            if self._kept:  # else torch has done it
+                graph.instantiate()
             pool = graph.pool()
             self._graphs.append(graph)
         self._sync()

@@ -127,6 +127,22 @@ def test_a_push_that_leaves_nvlink_is_ended(world: World) -> None:
     assert not world.agents[ME].open_transfers
 
 
+def test_a_transport_that_copies_while_it_posts_is_found_slow_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("dynamo_elastic.comm.weights.time.monotonic", lambda: now_s[0])
+
+    def pass_time(name: str) -> None:
+        now_s[0] += 0.06
+
+    set_hook(pass_time)
+    with pytest.raises(TransferTooSlow):
+        world.push(Limits(window_bytes=4_000, transfer_timeout_s=5, timeout_s=10, floor_gbps=1))
+    assert now_s[0] < 0.3
+    assert not world.agents[ME].open_transfers
+
+
 def test_a_push_above_its_floor_is_left_alone(world: World) -> None:
     limits = Limits(window_bytes=40_000, transfer_timeout_s=5, timeout_s=10, floor_gbps=1e-6)
     assert world.push(limits) == 2 * (SIZE + 999)
