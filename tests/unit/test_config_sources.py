@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -98,6 +98,7 @@ def got(config: Settings, key: str) -> object:
     return node
 
 
+@settings(deadline=None)
 @given(LAYERS, LAYERS, LAYERS)
 def test_the_strongest_source_of_each_key_wins(
     file: dict[str, object], environ: dict[str, object], flags: dict[str, object]
@@ -124,6 +125,7 @@ def test_the_strongest_source_of_each_key_wins(
         assert result.origin(key).startswith(origin)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["--model", "x", "--tp=2", "-f", "--elastic-name=a"])))
 def test_what_is_not_ours_is_passed_through_in_order(argv: list[str]) -> None:
     layer, rest = from_flags(argv, TABLE)
