@@ -218,7 +218,7 @@ class ExpertBuffer(Protocol):
 
     def staging(self, dispatched: Dispatched) -> torch.Tensor:
         """Where the next combine() can take its input from without copying it; of the shape of
-        `dispatched.tokens`."""
+        `dispatched.tokens`, but not contiguous."""
         ...
 
     def combine(
@@ -231,9 +231,9 @@ class ExpertBuffer(Protocol):
         out: torch.Tensor,
         staged: bool = False,
     ) -> None:
-        """Send each token's `results` back to its rank, which writes their sum, weighted with the
-        float32 `topk_weights` [n, top_k], into `out` [n, hidden]. `staged`: they are in staging()
-        already."""
+        """Send each token's `results`, contiguous, back to its rank, which writes their sum,
+        weighted with the float32 `topk_weights` [n, top_k], into `out` [n, hidden]. `staged`: they
+        are in staging() already, and `results` is not read."""
         ...
 
     @property

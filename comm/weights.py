@@ -106,7 +106,7 @@ class _Sender:
             raise self._timeout(batch.remote)
         posted_bytes = self._done_bytes.total() + self._flying_bytes
         if posted_bytes:
-            # A transport may copy before write() returns: then it is here that it is seen to be slow.
+            # A transport may copy before write() returns: then it is here that it shows.
             self._check_floor(batch.remote, posted_bytes)
         else:
             self._begun = time.monotonic()

@@ -19,6 +19,7 @@ from dynamo_elastic.types import Rank
 
 _FIRST_ADDRESS = 0x7F00_0000_0000
 _SPACING = 1 << 32
+_HEADER = 8
 
 
 @dataclass
@@ -159,7 +160,9 @@ class FakeExpertBuffer:
     def staging(self, dispatched: Dispatched) -> torch.Tensor:
         self._book.require_usable()
         if self._staging is None:
-            self._staging = torch.zeros_like(dispatched.tokens)
+            # As NIXL EP's, with a gap for headers behind each row.
+            whole = torch.zeros(*dispatched.tokens.shape[:2], self._shape.hidden + _HEADER)
+            self._staging = whole.to(torch.bfloat16)[..., : self._shape.hidden]
         return self._staging
 
     def combine(
@@ -176,6 +179,8 @@ class FakeExpertBuffer:
         self._book.combining()
         if staged and self._staging is not None:
             results = self._staging
+        elif not results.is_contiguous():
+            raise RuntimeError("results that are not staged must be contiguous")
         first = self._rank * self._shape.experts_per_rank
         answers: dict[Rank | None, Any] = defaultdict(dict)
         places: Any = dispatched.handle
