@@ -17,16 +17,24 @@ from typing import Any
 import pytest
 import yaml
 
+from dynamo_elastic.config import parse_config
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
 from dynamo_elastic.coordinator.records import Keys
 from dynamo_elastic.coordinator.status import Status, read_status
+from dynamo_elastic.dynamo.launch import (
+    PlannerControl,
+    PlannerRefused,
+    planner_environment,
+    planner_settings,
+)
 from dynamo_elastic.failpoints import KILL_ONCE_DIR
 from dynamo_elastic.kubernetes.api import ApiCluster
 from dynamo_elastic.kubernetes.base import ClusterConflict
 from dynamo_elastic.kubernetes.pods import Served
 from dynamo_elastic.testing.coordination import CONFIG, SHAPE
 from dynamo_elastic.testing.deployments import asyncio_test
+from dynamo_elastic.testing.etcd_process import free_port
 from dynamo_elastic.testing.graph_api import (
     COMPONENT,
     CONTROLLER,
@@ -241,6 +249,59 @@ async def _scale(at: Stage, connector: Any, ranks: int) -> None:
     while (await at.graph())["spec"]["components"][0]["replicas"] != ranks:
         await connector.set_component_replicas([target], blocking=False)
         await asyncio.sleep(0.1)
+
+
+@pytest.mark.dynamo
+@asyncio_test
+async def test_dynamos_planner_decides_and_sees_its_decision_come_true(
+    kubernetes_site: Site, tmp_path: Path
+) -> None:
+    """The planner's own process, with the role of rbac.yaml; its limits are what changes."""
+    async with stage(kubernetes_site, tmp_path, "decided") as at, controller(at):
+        await at.at_rest(2)
+        ours = yaml.safe_load(at.config.read_text()) | {"namespace": "dynamo-moe"}
+        kubernetes = {"environment": "kubernetes", "namespace": "dynamo-moe"}
+        ours["planner"] = {
+            "control_port": free_port(),
+            "interval_s": 1,
+            "constrain": False,
+            "settings": kubernetes,
+        }
+        config = parse_config(ours)
+        argv = [sys.executable, "-c", IN_A_POD, f"--config={json.dumps(planner_settings(config))}"]
+        environment = os.environ | planner_environment(config)
+        environment["KUBECONFIG"] = str(at.site.kubeconfig(PLANNER))
+        environment["DYN_PARENT_DGD_K8S_NAME"] = GRAPH
+        with (tmp_path / "planner.log").open("ab") as log:
+            planner = await asyncio.create_subprocess_exec(
+                *argv, env=environment, stdout=log, stderr=log
+            )
+        try:
+            for ranks in (4, 3):
+                await _limit(config.planner.control_port, ranks, planner)
+                await at.at_rest(ranks)
+        finally:
+            planner.kill()
+            await planner.wait()
+
+
+IN_A_POD = f"""
+import dynamo.planner.connectors.clients.kubernetes_api as api, runpy
+api.get_current_k8s_namespace = lambda: {NAMESPACE!r}  # a pod has a file that says so
+runpy.run_module("dynamo.planner", run_name="__main__")
+"""
+
+
+async def _limit(port: int, ranks: int, planner: asyncio.subprocess.Process) -> None:
+    """Tell the planner to have `ranks` replicas, once it listens."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while planner.returncode is None:
+            try:
+                await PlannerControl(port).set_limits(min_endpoint=ranks, max_gpu_budget=ranks)
+                return
+            except PlannerRefused:
+                await asyncio.sleep(0.2)
+    raise AssertionError("the planner has ended")
 
 
 @asyncio_test
