@@ -141,9 +141,8 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, default=Path(".demo"))
     arguments = parser.parse_args()
     console = Console(highlight=False)
-    config = vllm_config(
-        arguments.work_dir.resolve(), "bench-vllm-cpu", replicas=REPLICAS, planner=False
-    )
+    # The demo's own deployment: each uses the images that the other made.
+    config = vllm_config(arguments.work_dir.resolve(), replicas=REPLICAS, planner=False)
     began_s = time.monotonic()
     run = asyncio.run(measure(config, arguments.cycles, console))
     metrics = metrics_of(run)
