@@ -14,10 +14,10 @@ from dynamo_elastic.agent.caches import JitCaches
 from dynamo_elastic.agent.drain import Drain
 from dynamo_elastic.agent.host import Host, close_host, lock_state, open_host
 from dynamo_elastic.agent.image_source import ImageSource
+from dynamo_elastic.agent.parking import Parking
 from dynamo_elastic.agent.pool import Eviction
 from dynamo_elastic.agent.reconcile import reconcile
-from dynamo_elastic.agent.records import ParkedRecord
-from dynamo_elastic.agent.slots import DISABLED, Slots
+from dynamo_elastic.agent.slots import Slots
 from dynamo_elastic.agent.start import Starter, StartRequest
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.errors import ElasticError, EngineError
@@ -77,13 +77,10 @@ class AgentServer:
         self._lock = lock_state(config)
         host = await asyncio.to_thread(open_host, config)
         starter = Starter(config, host, self._images, self._boots, self._gpu, self._metrics)
-        slots = Slots(
-            config, self._images, self._boots, starter, self._gpu, self._drain, self._metrics
-        )
+        parking = Parking(config, self._boots, self._gpu, self._drain)
+        slots = Slots(config, self._images, starter, parking, self._drain, self._metrics)
         self._opened = host, slots
-        found = await asyncio.to_thread(
-            reconcile, config, host, self._images, lambda parked: self._verdict(slots, parked)
-        )
+        found = await asyncio.to_thread(reconcile, config, host, self._images, parking.verdict)
         for why in found.evicted:
             self._metrics.evictions.labels(why).inc()
         caches = JitCaches(config.snapshot.catalog, config.snapshot.max_age_s)
@@ -124,14 +121,6 @@ class AgentServer:
     @property
     def _slots(self) -> Slots:
         return self._open()[1]
-
-    def _verdict(self, slots: Slots, parked: ParkedRecord) -> tuple[Eviction, str] | None:
-        if not self._config.snapshot.parked.enabled:
-            return Eviction.DISABLED, DISABLED
-        if self._drain.reason:
-            return Eviction.DRAIN, f"this host drains ({self._drain.reason})"
-        misfit = slots.misfit(parked)
-        return (Eviction.MISFIT, misfit) if misfit else None
 
     async def _start_engine(self, params: Mapping[str, Any]) -> Any:
         now = asyncio.get_running_loop().time()

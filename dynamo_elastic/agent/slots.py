@@ -8,26 +8,21 @@ import time
 from collections.abc import Mapping
 
 from dynamo_elastic.agent.base import SlotState, SlotStatus, StartedEngine, Tier
-from dynamo_elastic.agent.boot import Boots
 from dynamo_elastic.agent.drain import Drain
 from dynamo_elastic.agent.image_source import ImageSource
 from dynamo_elastic.agent.ladder import Obstacle, Why
-from dynamo_elastic.agent.parking import park_engine
-from dynamo_elastic.agent.pool import Eviction, PoolBounds, Pooled, evictions
+from dynamo_elastic.agent.parking import Parking
+from dynamo_elastic.agent.pool import Eviction
 from dynamo_elastic.agent.records import EngineRecord, ParkedRecord, clear
 from dynamo_elastic.agent.slot import Slot
 from dynamo_elastic.agent.start import Starter, StartRequest, end_process
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.errors import ElasticError, EngineError
 from dynamo_elastic.metrics import Metrics
-from dynamo_elastic.snapshot.fingerprint import mismatches
-from dynamo_elastic.snapshot.gpu import Gpu
 from dynamo_elastic.snapshot.process import alive, kill_session
 from dynamo_elastic.types import Incarnation
 
-DISABLED = "parking is off (snapshot.parked.enabled)"
 _REMAINS_TIMEOUT_S = 5.0
-_NONE_PARKED = Obstacle(Why.ABSENT, "no engine is parked in the slot")
 _log = logging.getLogger(__name__)
 
 
@@ -39,17 +34,15 @@ class Slots:
         self,
         config: DeploymentConfig,
         images: ImageSource,
-        boots: Boots,
         starter: Starter,
-        gpu: Gpu,
+        parking: Parking,
         drain: Drain,
         metrics: Metrics,
     ) -> None:
         self._config = config
         self._images = images
-        self._boots = boots
         self._starter = starter
-        self._gpu = gpu
+        self._parking = parking
         self._drain = drain
         self._metrics = metrics
         self._slots = [Slot(number) for number in range(config.scale.max_ranks)]
@@ -118,14 +111,7 @@ class Slots:
 
     async def keep_bounds(self) -> None:
         """Evict what is parked for too long or too much."""
-        settings = self._config.snapshot.parked
-        bounds = PoolBounds(settings.max_count, settings.max_bytes, settings.ttl_s)
-        pooled = [
-            Pooled(slot.number, slot.parked.parked_at_s, slot.parked.host_bytes)
-            for slot in self._slots
-            if slot.parked is not None
-        ]
-        for number, why in evictions(pooled, bounds, time.time()).items():
+        for number, why in self._parking.out_of_bounds(self._parked).items():
             await self.evict(number, why)
 
     async def cancel_starts(self) -> None:
@@ -152,6 +138,10 @@ class Slots:
     @property
     def serving(self) -> tuple[int, ...]:
         return tuple(slot.number for slot in self._slots if slot.engine is not None)
+
+    @property
+    def _parked(self) -> list[ParkedRecord]:
+        return [slot.parked for slot in self._slots if slot.parked is not None]
 
     def status(self) -> tuple[SlotStatus, ...]:
         """Of every slot. Looks at images: not for the event loop's thread."""
@@ -193,13 +183,12 @@ class Slots:
         """The engine parked in the slot, if it may be used; else it is ended, and why."""
         parked = slot.parked
         if parked is None:
-            off = not self._config.snapshot.parked.enabled
-            return Obstacle(Why.DISABLED, DISABLED) if off else _NONE_PARKED
+            return self._parking.nothing()
         if Tier.PARKED not in wanted:
             await self._end(slot)
             self._count_eviction(slot.number, Eviction.UNWANTED)
-            return _NONE_PARKED
-        misfit = await asyncio.to_thread(self.misfit, parked)
+            return self._parking.nothing()
+        misfit = await asyncio.to_thread(self._parking.misfit, parked)
         if misfit:
             await self._end(slot)
             self._count_eviction(slot.number, Eviction.MISFIT)
@@ -207,25 +196,18 @@ class Slots:
         slot.unwatch()
         return parked
 
-    def misfit(self, parked: ParkedRecord) -> str:
-        """How the world of a parked engine differs from today's; '' if it does not."""
-        here = self._boots.fingerprint(parked.slot)
-        differences = mismatches(parked.fingerprint, here, of="it")
-        return f"the parked engine does not fit: {'; '.join(differences)}" if differences else ""
-
     async def _park(self, slot: Slot, timeout_s: float) -> str:
         record = slot.engine
         if record is None:
             return ""
-        refusal = self._refusal()
-        if refusal:
+        refusal = self._parking.refusal()
+        if refusal is not None:
             await self._end(slot)
-            return refusal
+            return refusal[1]
         slot.move(SlotState.PARKING)
         slot.unwatch()
-        control_dir = self._config.control_dir(slot.number)
         try:
-            slot.parked = await park_engine(record, control_dir, self._gpu, timeout_s=timeout_s)
+            slot.parked = await self._parking.park(record, timeout_s=timeout_s)
         except (ElasticError, OSError) as exc:
             _log.warning("slot %d: the engine could not be parked: %s", slot.number, exc)
             await self._finish(slot, record)
@@ -235,12 +217,6 @@ class Slots:
         self._watch(slot)
         self._gauge()
         return ""
-
-    def _refusal(self) -> str:
-        """Why nothing is parked now; '' if it is."""
-        if not self._config.snapshot.parked.enabled:
-            return DISABLED
-        return f"this host drains ({self._drain.reason})" if self._drain.reason else ""
 
     async def _end(self, slot: Slot) -> None:
         """End what serves or is parked in the slot. The caller has the lock."""
@@ -285,9 +261,8 @@ class Slots:
         self._metrics.evictions.labels(why).inc()
 
     def _gauge(self) -> None:
-        parked = [slot.parked for slot in self._slots if slot.parked is not None]
-        self._metrics.parked_engines.set(len(parked))
-        self._metrics.parked_bytes.set(sum(p.host_bytes for p in parked))
+        self._metrics.parked_engines.set(len(self._parked))
+        self._metrics.parked_bytes.set(sum(p.host_bytes for p in self._parked))
 
 
 def _holds(slot: Slot, incarnation: Incarnation) -> bool:
