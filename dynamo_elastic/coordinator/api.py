@@ -21,6 +21,14 @@ from pydantic import BaseModel, ValidationError
 
 from dynamo_elastic.config import LOOPBACK, ApiConfig, ScaleConfig
 from dynamo_elastic.coordinator import api_views as views
+from dynamo_elastic.coordinator.api_models import (
+    Fault,
+    Health,
+    SafeToDelete,
+    TargetAnswer,
+    TargetRequest,
+    TargetState,
+)
 from dynamo_elastic.coordinator.api_routes import DEFAULT_WAIT_S, MAX_WAIT_S, ROUTES, openapi
 from dynamo_elastic.coordinator.records import Keys, RecordError
 from dynamo_elastic.coordinator.status import Status, read_status, status_of
@@ -35,11 +43,11 @@ _MAX_BODY_BYTES = 16 << 10
 _SHUTDOWN_S = 1.0
 _PAUSE_S = 0.1
 _CODES = {
-    views.TargetState.REFUSED: 422,
-    views.TargetState.SUPERSEDED: 409,
-    views.TargetState.FAILED: 409,
-    views.TargetState.REACHED: 200,
-    views.TargetState.UNCHANGED: 200,
+    TargetState.REFUSED: 422,
+    TargetState.SUPERSEDED: 409,
+    TargetState.FAILED: 409,
+    TargetState.REACHED: 200,
+    TargetState.UNCHANGED: 200,
 }
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -130,7 +138,7 @@ class ApiServer:
             answer = await self._progress(request_id, body.target, wait_s)
         return _reply(answer, _CODES.get(answer.state, 202))
 
-    async def _progress(self, request_id: str, ranks: int, wait_s: float) -> views.TargetAnswer:
+    async def _progress(self, request_id: str, ranks: int, wait_s: float) -> TargetAnswer:
         """What becomes of the request within `wait_s`: as soon as it is more than accepted."""
         status = await read_status(self._store, self._keys)
         try:
@@ -183,11 +191,11 @@ class ApiServer:
     async def get_safe_to_delete(self, request: web.Request) -> web.Response:
         status = await read_status(self._store, self._keys)
         slots = [views.slot_view(m) for m in views.safe_to_delete(status)]
-        return _reply(views.SafeToDelete(slots=slots))
+        return _reply(SafeToDelete(slots=slots))
 
     async def get_health(self, request: web.Request) -> web.Response:
         await self._store.get(self._keys.leader)
-        return _reply(views.Health())
+        return _reply(Health())
 
     async def get_openapi(self, request: web.Request) -> web.Response:
         return web.json_response(openapi())
@@ -231,11 +239,11 @@ class _Malformed(ConfigError):
     """A request's body or query is wrong: one line for each field."""
 
 
-async def _body(request: web.Request) -> views.TargetRequest:
+async def _body(request: web.Request) -> TargetRequest:
     if request.content_type != "application/json":
         raise _Malformed(["content-type: must be application/json"])
     try:
-        return views.TargetRequest.model_validate_json(await request.read())
+        return TargetRequest.model_validate_json(await request.read())
     except ValidationError as exc:
         faults = [f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in exc.errors()]
         raise _Malformed(faults) from exc
@@ -257,4 +265,4 @@ def _reply(view: BaseModel, code: int = 200) -> web.Response:
 
 
 def _fault(code: int, error: str, *faults: str) -> web.Response:
-    return _reply(views.Fault(error=error, faults=list(faults)), code)
+    return _reply(Fault(error=error, faults=list(faults)), code)

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from dynamo_elastic import __version__
-from dynamo_elastic.coordinator.api_views import (
+from dynamo_elastic.coordinator.api_models import (
     Fault,
     Health,
     Operation,

@@ -20,8 +20,9 @@ import yaml
 
 from dynamo_elastic.config import ApiConfig
 from dynamo_elastic.coordinator.api import ApiServer, read_token
+from dynamo_elastic.coordinator.api_models import TargetState
 from dynamo_elastic.coordinator.api_routes import ROUTES, openapi
-from dynamo_elastic.coordinator.api_views import TargetState, in_use
+from dynamo_elastic.coordinator.api_views import in_use
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
 from dynamo_elastic.coordinator.records import (
     Keys,
