@@ -17,14 +17,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from dynamo_elastic.config_resolve import CrossFaults, Resolved, resolve
 from dynamo_elastic.config_sources import (
-    CrossFaults,
     Layer,
-    Resolved,
     from_environment,
     from_mapping,
     from_yaml,
-    resolve,
     settings_of,
 )
 from dynamo_elastic.errors import ConfigError

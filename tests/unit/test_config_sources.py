@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
 from dynamo_elastic.config import SETTINGS, DeploymentConfig, resolve_config
+from dynamo_elastic.config_resolve import DEFAULT, Resolved, resolve
 from dynamo_elastic.config_sources import (
-    DEFAULT,
     Layer,
-    Resolved,
     from_environment,
     from_flags,
     from_mapping,
     from_yaml,
-    resolve,
     settings_of,
 )
 from dynamo_elastic.errors import ConfigError

@@ -17,6 +17,7 @@ from dynamo_elastic.cli import reference
 from dynamo_elastic.cli.main import app
 from dynamo_elastic.config import SETTINGS, DeploymentConfig, load_config, parse_config
 from dynamo_elastic.config_launch import PROCESSES, launch_parser
+from dynamo_elastic.config_resolve import resolve
 from dynamo_elastic.config_schema import deployment_schema, property_of
 from dynamo_elastic.config_sources import (
     Layer,
@@ -24,7 +25,6 @@ from dynamo_elastic.config_sources import (
     from_flags,
     from_mapping,
     from_yaml,
-    resolve,
 )
 
 STARTS = ("dynamo-elastic ", "python -m dynamo_elastic.")
