@@ -25,7 +25,7 @@ from dynamo_elastic.coordinator.records import OperationRecord
 from dynamo_elastic.demo.load import Load, LoadSummary, reference_texts, summarize
 from dynamo_elastic.demo.run import cold_start, restored_from
 from dynamo_elastic.demo.view import PhaseFacts
-from dynamo_elastic.demo.vllm import CLIENTS, short_prompts, vllm_config
+from dynamo_elastic.demo.vllm import CLIENTS, known_words, short_prompts, vllm_config
 from dynamo_elastic.engine.launch import engine_python
 from dynamo_elastic.engine.vllm.versions import installed
 from dynamo_elastic.serve.deployment import Deployment, running
@@ -62,7 +62,7 @@ class Run:
 def prompt(number: int) -> dict[str, Any]:
     """Every other one is greedy; the others are drawn with a seed of their own."""
     return {
-        "prompt": f"bad dem fik {number} gol {number * number}",
+        "prompt": known_words(number),
         "max_tokens": TOKENS,
         "temperature": float(number % 2),
         "seed": number,

@@ -7,9 +7,10 @@ from pathlib import Path
 from dynamo_elastic.agent.base import Tier
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.demo.load import Prompt
-from dynamo_elastic.demo.run import Act, Script, demo_config, demo_prompts
+from dynamo_elastic.demo.run import Act, Script, demo_config
+from dynamo_elastic.engine.reference.make_model import SPECIAL, words
 from dynamo_elastic.engine.shape import CONFIG_FILE
-from dynamo_elastic.engine.vllm.make_model import write_model
+from dynamo_elastic.engine.vllm.make_model import TINY_SHAPE, write_model
 
 CLIENTS = 4
 ENVIRONMENT = Path(".venv-vllm")
@@ -64,5 +65,11 @@ def vllm_script(work_dir: Path) -> Script:
 
 
 def short_prompts() -> list[Prompt]:
-    """Those of the first demo; none is so long that a drain waits for it."""
-    return [Prompt(p.text, p.seed, min(p.max_tokens, 48)) for p in demo_prompts()]
+    """Prompts with fixed seeds, none so long that a drain waits for it."""
+    return [Prompt(known_words(n), 100 + n, 24 + 8 * (n % 4)) for n in range(8)]
+
+
+def known_words(number: int, count: int = 6) -> str:
+    """Words of the model's vocabulary, another choice for each of the first 64 numbers."""
+    known = words(TINY_SHAPE.vocab_size)[len(SPECIAL) :]
+    return " ".join(known[(number * 37 + k * k * 11) % len(known)] for k in range(count))
