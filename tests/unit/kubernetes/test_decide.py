@@ -69,6 +69,25 @@ def test_down_the_target_comes_first_and_exactly_the_leavers_pods_go_after_it() 
     assert len(slots(world)) == world.status.width == 2
 
 
+def test_the_pod_that_goes_is_that_of_who_left_not_the_last_one() -> None:
+    world = serving(4)
+    lost = world.cluster.view().pods[1]
+    world.crash(lost.worker_id)
+    world.cluster.update(lost, deleting=True)
+    world.settle()
+    world.cluster.wish(3)
+    world.settle()
+    world.cluster.wish(4)
+    world.settle()
+    topology = world.status.topology
+    assert topology is not None
+    ranks = [int(w.removeprefix("slot")) for w in topology.worker_ids]
+    assert ranks[-1] < max(ranks), "the highest rank is not in the last slot"
+    world.cluster.wish(3)
+    world.settle()
+    assert slots(world) == sorted(ranks[:-1])
+
+
 def test_a_lost_rank_is_replaced_and_the_wish_stays() -> None:
     world = serving(4)
     world.crash(world.cluster.view().pods[1].worker_id)
