@@ -13,13 +13,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from dynamo_elastic.coordinator.api_views import (
-    TargetAnswer,
-    TargetRequest,
-    TargetState,
-    progress_of,
-    status_view,
-)
+from dynamo_elastic.coordinator.api_models import TargetAnswer, TargetRequest, TargetState
+from dynamo_elastic.coordinator.api_views import progress_of, status_view
 from dynamo_elastic.coordinator.records import CapacityRecord, Keys
 from dynamo_elastic.coordinator.status import Status, read_status
 from dynamo_elastic.coordinator.store import Store
