@@ -23,7 +23,7 @@ from dynamo_elastic.phases import Kind
 from dynamo_elastic.testing.etcd_process import etcd_process
 from dynamo_elastic.testing.planner_cycle import CycleResult, Part, cycle_config, planner_cycles
 
-CLIENTS = 24
+CLIENTS = 40
 KILLS = [(part, part) for part in (Part.COORDINATOR, Part.PLANNER, Part.FRONTEND, Part.ETCD)]
 
 

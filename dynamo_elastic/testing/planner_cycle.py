@@ -32,7 +32,7 @@ from dynamo_elastic.testing.request_meter import Meter
 PLANNER_SOURCE = "planner"
 FEW = [Prompt("river stone light", 7, 20), Prompt("amber cloud", 8, 24)]
 """What is asked all the time."""
-MANY = [Prompt(f"w{k} river w{k + 3}", k, 40 + 8 * (k % 6)) for k in range(12)]
+MANY = [Prompt(f"w{k} river w{k + 3}", k, 12 + 4 * (k % 5)) for k in range(10)]
 """What is asked while the load is high."""
 
 _DECIDES_WITHIN_S = 150.0
@@ -93,10 +93,10 @@ def cycle_config(work_dir: Path, etcd: EtcdProcess, **more: Any) -> DeploymentCo
     acts on how full it is."""
     sections: dict[str, dict[str, Any]] = {
         "etcd": {"start": False, "endpoints": [etcd.url]},
-        "engine": {"kv_blocks": 48},
+        "engine": {"kv_blocks": 24},
         "planner": {
             "interval_s": 1,
-            "settings": {"decode_scale_up_kv_rate": 40, "decode_scale_down_kv_rate": 12},
+            "settings": {"decode_scale_up_kv_rate": 40, "decode_scale_down_kv_rate": 20},
         },
     }
     for name, values in more.items():
@@ -121,7 +121,7 @@ async def planner_cycles(
     """
     async with running(config, say) as deployment:
         base = Load(deployment.url, config.model.name, FEW, 1)
-        many = Load(deployment.url, config.model.name, MANY, len(MANY))
+        many = Load(deployment.url, config.model.name, MANY, 1)  # that moves no planner
         for load in (base, many):
             load.start()
             await load.wait_for_each_prompt(timeout_s=60.0)
