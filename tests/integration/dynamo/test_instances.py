@@ -26,11 +26,11 @@ pytestmark = [pytest.mark.etcd, pytest.mark.dynamo]
 
 @asynccontextmanager
 async def served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, router_mode: str = "round-robin"
 ) -> AsyncIterator[tuple[str, list[DynamoRank], EtcdStore]]:
     """A frontend, and `ranks` instances of which the first is registered."""
     with etcd_process(tmp_path / "etcd") as etcd:
-        config = dynamo_deployment(tmp_path, etcd, slots=4)
+        config = dynamo_deployment(tmp_path, etcd, slots=4, router_mode=router_mode)
         for name, value in dynamo_environment(config).items():
             monkeypatch.setenv(name, value)
         store = EtcdStore(config.etcd.urls)
@@ -55,11 +55,12 @@ async def complete(url: str, **body: Any) -> tuple[int, dict[str, Any]]:
         return response.status, await response.json()
 
 
+@pytest.mark.parametrize("router_mode", ["round-robin", "kv"])
 @asyncio_test
 async def test_no_client_notices_that_ranks_come_and_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, router_mode: str
 ) -> None:
-    async with served(tmp_path, monkeypatch, 3) as (url, ranks, store):
+    async with served(tmp_path, monkeypatch, 3, router_mode) as (url, ranks, store):
         prompts = [Prompt(f"w{k} w{k + 1}", seed=k, max_tokens=30) for k in range(10, 14)]
         load = Load(url, "test", prompts, clients=4)
         load.start()
