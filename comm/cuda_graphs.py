@@ -106,6 +106,7 @@ class _KernelParams:
         addresses = [ctypes.addressof(buffer) for buffer in self._buffers]
         self._array = (ctypes.c_void_p * len(addresses))(*addresses)
         params.kernelParams = ctypes.addressof(self._array)
+        params.extra = 0  # It may be one or the other.
 
     def put(self, parameter: int, value: bytes) -> None:
         self._buffers[parameter].raw = value
@@ -162,33 +163,52 @@ def _read_node(handle: Any) -> tuple[Node, Any]:
 
 def _kernel(params: Any) -> Node:
     by_function = int(params.func) != 0
-    name, sizes = _signature(int(params.func if by_function else params.kern), by_function)
-    array = ctypes.cast(int(params.kernelParams), ctypes.POINTER(ctypes.c_void_p))
+    name, places = _signature(int(params.func if by_function else params.kern), by_function)
     values = []
-    for index, size in enumerate(sizes):
-        address = array[index]
+    for index, address in enumerate(_addresses(params, places)):
         if address is None:
             raise RebindRefused(f"{name[:60]} was launched without parameter {index}")
-        values.append(ctypes.string_at(address, size))
+        values.append(ctypes.string_at(address, places[index][1]))
     grid = (params.gridDimX, params.gridDimY, params.gridDimZ)
     block = (params.blockDimX, params.blockDimY, params.blockDimZ)
     launch = (*grid, *block, params.sharedMemBytes)
     return Node(NodeKind.KERNEL, name, tuple(values), tuple(int(n) for n in launch))
 
 
+def _addresses(params: Any, places: tuple[tuple[int, int], ...]) -> list[int | None]:
+    """Where the value of each parameter is. A launch gives an array of pointers, or, as cuBLAS
+    does, one buffer in which every parameter has its offset."""
+    if params.kernelParams:
+        array = ctypes.cast(int(params.kernelParams), ctypes.POINTER(ctypes.c_void_p))
+        return [array[index] for index in range(len(places))]
+    buffer = _packed(int(params.extra)) if params.extra else None
+    return [None if buffer is None else buffer + offset for offset, _ in places]
+
+
+def _packed(extra: int) -> int | None:
+    """The buffer of parameters in the launch options `extra`: pairs of key and value, then 0."""
+    words = ctypes.cast(extra, ctypes.POINTER(ctypes.c_void_p))
+    at = 0
+    while key := words[at]:
+        if key == driver.CU_LAUNCH_PARAM_BUFFER_POINTER_AS_INT:
+            return words[at + 1]
+        at += 2
+    return None
+
+
 @functools.cache
-def _signature(handle: int, by_function: bool) -> tuple[str, tuple[int, ...]]:
-    """Name and parameter sizes of a kernel."""
+def _signature(handle: int, by_function: bool) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """Name of a kernel, offset and size of its parameters."""
     if by_function:
         wrapped: Any = driver.CUfunction(handle)
         naming, info = "cuFuncGetName", driver.cuFuncGetParamInfo
     else:
         wrapped = driver.CUkernel(handle)
         naming, info = "cuKernelGetName", driver.cuKernelGetParamInfo
-    sizes: list[int] = []
-    while (answer := info(wrapped, len(sizes)))[0] == driver.CUresult.CUDA_SUCCESS:
-        sizes.append(int(answer[2]))
-    return _call(naming, wrapped).decode(), tuple(sizes)
+    places: list[tuple[int, int]] = []
+    while (answer := info(wrapped, len(places)))[0] == driver.CUresult.CUDA_SUCCESS:
+        places.append((int(answer[1]), int(answer[2])))
+    return _call(naming, wrapped).decode(), tuple(places)
 
 
 def _with_addresses(

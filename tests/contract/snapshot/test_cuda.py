@@ -216,7 +216,8 @@ def test_open_import_passes_the_checkpoint_and_is_lost_in_the_restore(world: Wor
     freeze([process], world.driver, timeout_s=TIMEOUT_S)
     with pytest.raises(CudaError) as caught:
         do(world, _Op.RESTORE, process)
-    assert caught.value.name == "CUDA_ERROR_OPERATING_SYSTEM"
+    # Which of them it is differs by how the memory was exported; both were seen on driver 580.
+    assert caught.value.name in ("CUDA_ERROR_OPERATING_SYSTEM", "CUDA_ERROR_INVALID_VALUE")
     assert caught.value.state == _State.CHECKPOINTED
     with pytest.raises(CudaError) as caught:
         do(world, _Op.UNLOCK, process)
