@@ -191,7 +191,8 @@ def _packed(extra: int) -> int | None:
     at = 0
     while key := words[at]:
         if key == driver.CU_LAUNCH_PARAM_BUFFER_POINTER_AS_INT:
-            return words[at + 1]
+            buffer: int | None = words[at + 1]
+            return buffer
         at += 2
     return None
 
