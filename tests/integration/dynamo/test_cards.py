@@ -30,8 +30,7 @@ LONG = [Prompt(f"w{k} w{k + 1}", seed=k, max_tokens=80) for k in range(20, 22)]
 """Streams that are under way while the cards change."""
 
 
-@pytest.mark.parametrize("router", ["round-robin", "kv"])
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize(("width", "router"), [(1, "round-robin"), (1, "kv"), (2, "kv")])
 @asyncio_test
 async def test_no_request_fails_while_cards_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, router: str

@@ -1,4 +1,4 @@
-"""Dynamo's real planner and our watcher: a limit is changed, the width follows, nothing else."""
+"""Dynamo's real planner, our plugin in it and our watcher: the width follows load and limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from dynamo_elastic.coordinator.records import (
 from dynamo_elastic.coordinator.store import Put
 from dynamo_elastic.dynamo.base import Context, InstanceSpec, Load
 from dynamo_elastic.dynamo.decisions import PlannerKeys
-from dynamo_elastic.dynamo.environment import dynamo_environment
 from dynamo_elastic.dynamo.launch import (
     PlannerControl,
     PlannerRefused,
@@ -135,59 +134,10 @@ async def _settled(store: EtcdStore, keys: PlannerKeys, decision_id: int) -> Non
 
 
 @asyncio_test
-async def test_the_width_follows_the_planners_limits(
+async def test_the_width_follows_load_and_limits_from_legal_width_to_legal_width(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with etcd_process(tmp_path / "etcd") as etcd:
-        config = dynamo_deployment(tmp_path, etcd, slots=SLOTS)
-        for name, value in dynamo_environment(config).items():
-            monkeypatch.setenv(name, value)
-        store = EtcdStore(config.etcd.urls)
-        cluster = Cluster(config, store)
-        await cluster.resize(2)
-        planner = PlannerKeys(config.namespace)
-        widths = Widths(EngineShape(8, 8), config.scale.limits, SLOTS)
-        watcher = PlannerWatcher(
-            store,
-            Keys(config.deployment),
-            planner,
-            widths,
-            unexpected,
-            unexpected,
-            look_every_s=10.0,
-        )
-        tasks = [asyncio.create_task(c) for c in (cluster.obey(), cluster.report(), watcher.run())]
-        try:
-            with process(config, planner_argv(config), tmp_path / "planner.log"):
-                control = PlannerControl(config.planner.control_port)
-                await _ready(control)
-                # Busy as the ranks are, the planner moves nothing of its own.
-                await asyncio.sleep(3.0)
-                assert cluster.widths == []
-                with pytest.raises(PlannerRefused, match="max_gpu_budget"):
-                    await control.set_limits(min_endpoint=SLOTS + 1)
-                await control.set_limits(min_endpoint=4)
-                await _settled(store, planner, 0)
-                assert cluster.width == 4
-                await control.set_limits(min_endpoint=2, max_gpu_budget=2)
-                await _settled(store, planner, 1)
-                assert cluster.width == 2
-                await asyncio.sleep(2.0)
-                assert cluster.widths == [4, 2]
-                assert len(await store.get_prefix(planner.instances)) == 1
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await cluster.close()
-            await store.close()
-
-
-@asyncio_test
-async def test_the_planners_own_decisions_are_made_legal_in_the_planner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It goes one rank at a time, and only every other width is legal."""
+    """The planner goes one rank at a time, and only every other width is legal."""
     with etcd_process(tmp_path / "etcd") as etcd:
         plain = dynamo_deployment(tmp_path, etcd, slots=SLOTS)
         scale = plain.scale.model_copy(update={"multiple_of": 2, "min_ranks": 2})
@@ -214,7 +164,8 @@ async def test_the_planners_own_decisions_are_made_legal_in_the_planner(
         tasks = [asyncio.create_task(c) for c in (cluster.obey(), cluster.report(), watcher.run())]
         try:
             with process(config, planner_argv(config), tmp_path / "planner.log"):
-                await _ready(PlannerControl(config.planner.control_port))
+                control = PlannerControl(config.planner.control_port)
+                await _ready(control)
                 # Full, but there is a GPU for one more only, and three ranks are not legal.
                 await _logged(tmp_path / "planner.log", "3 -> 2: legal widths are 2, 4")
                 assert cluster.widths == []
@@ -226,7 +177,16 @@ async def test_the_planners_own_decisions_are_made_legal_in_the_planner(
                 cluster.load = replace(FULL, kv_tokens=BLOCKS * BLOCK_TOKENS // 4)
                 await _settled(store, planner, 1)
                 await asyncio.sleep(3.0)
-                assert cluster.widths == [4, 2]
+                assert cluster.widths == [4, 2], "and there it stays"
+                # Limits move it as well.
+                with pytest.raises(PlannerRefused, match="max_gpu_budget"):
+                    await control.set_limits(min_endpoint=SLOTS + 1)
+                await control.set_limits(min_endpoint=4)
+                await _settled(store, planner, 2)
+                await control.set_limits(min_endpoint=2, max_gpu_budget=2)
+                await _settled(store, planner, 3)
+                assert cluster.widths == [4, 2, 4, 2]
+                assert len(await store.get_prefix(planner.instances)) == 1
         finally:
             for task in tasks:
                 task.cancel()
