@@ -107,11 +107,11 @@ class PlannerWatcher:
         """Warn of two planners in one namespace for as long as there are; and have one restarted
         that has lost its lease: it lives on, sees no rank any more and decides nothing.
 
-        One that was killed has its key until its lease runs out, so a look is worth something only
-        a lease later.
+        One that was killed has its key until its lease runs out, and its successor has none until
+        it is up: two looks in a row must say the same.
         """
         before: set[str] = set()
-        warned = False
+        warned, seen = False, False
         while True:
             await asyncio.sleep(self._look_every_s)
             try:
@@ -123,9 +123,10 @@ class PlannerWatcher:
                     warned = bool(rivals)
             except StoreError:
                 continue
-            if before and not found:
+            if seen and not (found or before):
                 await self._on_gone("the planner has lost its lease")
-            before = found
+                seen = False
+            seen, before = seen or bool(found), found
 
     async def _act(self, decision: Decision) -> None:
         """Ask for the nearest legal width, and acknowledge when it has ended either way."""
