@@ -25,7 +25,7 @@ from dynamo_elastic.coordinator.records import OperationRecord
 from dynamo_elastic.demo.load import Load, LoadSummary, reference_texts, summarize
 from dynamo_elastic.demo.run import cold_start, restored_from
 from dynamo_elastic.demo.view import PhaseFacts
-from dynamo_elastic.demo.vllm import CLIENTS, known_words, short_prompts, vllm_config
+from dynamo_elastic.demo.vllm import known_words, short_prompts, vllm_config
 from dynamo_elastic.engine.launch import engine_python
 from dynamo_elastic.engine.vllm.versions import installed
 from dynamo_elastic.serve.deployment import Deployment, running
@@ -36,6 +36,8 @@ ROUNDS = 3
 """How often each prompt is asked of all replicas together: round-robin brings it to each."""
 TOKENS = 24
 REPLICAS = 3
+CLIENTS = 1
+"""Of the load beside; each keeps a replica, and so a core, busy all the time."""
 _TIMEOUT_S = 120.0
 
 
