@@ -65,9 +65,9 @@ async def running_copy(
             environment=dict(environment or {}),
         )
         began = loop.time()
-        write_attach(own, attach)
         restored = await asyncio.to_thread(
             images.restore_image, manifest, namespace, timeout_s=timeout_s
         )
+        write_attach(own, attach)
         await wait_ready(own, restored.process, incarnation, began + timeout_s)
         yield Copy(own / SOCKET_FILE, restored.timings_s | {"ready": loop.time() - began})

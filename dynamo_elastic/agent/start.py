@@ -130,9 +130,6 @@ class Starter:
                 clear(control_dir)
                 await asyncio.to_thread(self._host.guard_pids)
                 fingerprint = await asyncio.to_thread(self._boots.fingerprint, request.slot)
-                if tier is Tier.IMAGE:
-                    # The restored process is polling already: it finds its identity at once.
-                    write_attach(control_dir, attach)
                 started = await _not_lost(asyncio.to_thread(self._spawn, request.slot, tier))
                 undo.push_async_callback(end_process, started.process)
             failpoint("agent.engine_spawned")
@@ -149,7 +146,8 @@ class Starter:
             write_started(control_dir, record)
             if tier is not Tier.IMAGE:
                 await self._until_detached(request, record, parked)
-                write_attach(control_dir, attach)
+            # Not before it is back on its GPU: CUDA, called by a process that is not, faults.
+            write_attach(control_dir, attach)
             await self._wait_answer(request, record)
             record = record.ready(asyncio.get_running_loop().time() - request.began)
             write_record(control_dir, record)

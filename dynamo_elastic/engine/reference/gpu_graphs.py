@@ -13,8 +13,8 @@ from dynamo_elastic.comm.base import ExpertBuffer
 from dynamo_elastic.comm.cuda_graphs import CudaGraphDriver, keep_graphs_patchable
 from dynamo_elastic.comm.graph_rebind import GraphRebinder, verify
 from dynamo_elastic.engine.reference.gpu_experts import BufferExperts, ExpertStacks
-from dynamo_elastic.engine.reference.kv import KvCache
-from dynamo_elastic.engine.reference.model import Model, Routing, tile_columns
+from dynamo_elastic.engine.reference.kv import BLOCK_TOKENS, KvCache
+from dynamo_elastic.engine.reference.model import Model, Routing, Row, pack, tile_columns
 from dynamo_elastic.errors import RebindFailed, RebindRefused
 
 _TOLERANCE = 0.02
@@ -105,15 +105,16 @@ class StepGraphs:
                 run(Routing(0, size, hidden.to(torch.bfloat16), chosen, chosen.float()))
 
     def _check(self, experts: dict[int, BufferExperts]) -> None:
-        """One step with a token in every row, with and without its graph."""
-        size = self.sizes[0]
-        tile = torch.zeros_like(self._inputs[size])
-        tile[:, 0] = torch.arange(size) % self._model.shape.vocab_size
-        tile[:, 3] = 1
-        self._inputs[size].copy_(tile)
+        """One step of one sequence, with and without its graph."""
+        size = min(self.sizes[0], BLOCK_TOKENS)
+        words = self._model.shape.vocab_size
+        # Each row has its own place in the cache: two that write to one would differ from time to
+        # time.
+        rows = [Row(position % words, position, [1]) for position in range(size)]
+        self._inputs[self.sizes[0]].copy_(pack(rows, self._model.tile, self.sizes[0]))
         error = verify(
-            lambda: self._replay(size),
-            lambda: self._eager(size, experts[size]),
+            lambda: self._replay(self.sizes[0])[:size],
+            lambda: self._eager(self.sizes[0], experts[self.sizes[0]])[:size],
             tolerance=_TOLERANCE,
         )
         _log.info("a replay differs from eager by %.5f", error)
