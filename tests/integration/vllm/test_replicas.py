@@ -82,7 +82,7 @@ def fpm_port(deployment: Deployment, slot: int) -> int:
 
 
 async def scale_up_and_down(work_dir: Path) -> None:
-    config = vllm_config(work_dir, f"vllm-{work_dir.name[-12:]}", replicas=2, planner=False)
+    config = vllm_config(work_dir, "test-vllm", replicas=2, planner=False)
     async with running(config, print) as deployment:
         load = Load(deployment.url, config.model.name, short_prompts(), CLIENTS)
         load.start()
