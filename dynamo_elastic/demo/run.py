@@ -66,6 +66,8 @@ class Script:
     prompts: list[Prompt]
     clients: int
     acts: tuple[Act, ...]
+    cold_before_load: bool = False
+    """A cold boot that takes long enough is not also slowed down by the load."""
 
 
 @dataclass(slots=True)
@@ -183,13 +185,15 @@ async def _scale_under_load(
     load = Load(deployment.url, config.model.name, script.prompts, script.clients)
     planner = PlannerControl(config.planner.control_port)
     timeline = TimelineFile(deployment.timeline)
+    if script.cold_before_load:
+        facts.cold = await _cold_joiner(deployment, console)
     serving = f"{config.scale.initial_ranks} ranks serve; {script.clients} clients stream in a loop"
     console.print(f"[bold]{serving}[/bold]")
     load.start()
     await load.wait_for_each_prompt(timeout_s=60)
     reference = reference_texts(load.results)
-    console.print("[bold]one joiner is booted cold, for comparison[/bold]")
-    facts.cold = await cold_start(deployment)
+    if not script.cold_before_load:
+        facts.cold = await _cold_joiner(deployment, console)
     for act in script.acts:
         console.print(f"[bold]{act.title}[/bold]")
         began_s = time.monotonic()
@@ -203,8 +207,13 @@ async def _scale_under_load(
     facts.final_ranks = status.topology.world_size if status.topology else 0
 
 
+async def _cold_joiner(deployment: Deployment, console: Console) -> StartedEngine:
+    console.print("[bold]one joiner is booted cold, for comparison[/bold]")
+    return await cold_start(deployment)
+
+
 async def cold_start(deployment: Deployment) -> StartedEngine:
-    """Boot one joiner cold, for comparison, under the same load; end it again."""
+    """Boot one joiner cold, for comparison; end it again."""
     slot = deployment.config.scale.max_ranks - 1
     topology = (await read_status(deployment.store, deployment.keys)).topology
     epoch = topology.epoch if topology is not None else Epoch(0)

@@ -61,7 +61,7 @@ def vllm_script(work_dir: Path) -> Script:
         Act("planner: at least 3 replicas", {"min_endpoint": 3}, 3, frozenset({joiners})),
         Act("planner: a budget of 1 GPU", {"min_endpoint": 1, "max_gpu_budget": 1}, 1, frozenset()),
     )
-    return Script(config, short_prompts(), CLIENTS, acts)
+    return Script(config, short_prompts(), CLIENTS, acts, cold_before_load=True)
 
 
 def short_prompts() -> list[Prompt]:
