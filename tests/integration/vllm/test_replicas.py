@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +114,7 @@ async def scale_up_and_down(work_dir: Path) -> None:
         assert summary.requests_total > 20
         pids = set(deployment.supervisor.pids.values())
     assert leftovers(config, pids) == []
+    shutil.rmtree(config.state_dir)
 
 
 def test_replicas_from_images_serve_beside_each_other(work_dir: Path) -> None:
