@@ -22,16 +22,20 @@ from dynamo_elastic.agent.host import close_host, open_host
 from dynamo_elastic.agent.image_source import NoImages
 from dynamo_elastic.agent.images import Images
 from dynamo_elastic.agent.open_images import images_or_reason
+from dynamo_elastic.agent.rehearse import rehearse
 from dynamo_elastic.agent.server import AgentServer
 from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.engine.base import ATTACH_FILE
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.failpoints import KILL_ONCE_DIR
 from dynamo_elastic.ipc import RpcClient, wait_for_socket
-from dynamo_elastic.snapshot.base import Command
+from dynamo_elastic.snapshot.base import Command, Namespace
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.criu import Criu
+from dynamo_elastic.snapshot.manifest import Manifest
 from dynamo_elastic.snapshot.namespace import PidNamespace
 from dynamo_elastic.snapshot.process import alive, identify, namespace_pid, session_of
+from dynamo_elastic.snapshot.restore import Restored
 from dynamo_elastic.testing.deployments import asyncio_test, deployment, standin_argv
 from dynamo_elastic.types import Epoch, OperationId, WorkerId
 
@@ -222,6 +226,29 @@ def spawn_agent(config: DeploymentConfig) -> subprocess.Popen[bytes]:
 @pytest.fixture
 def images(config: DeploymentConfig) -> Images:
     return Images(config, Criu.find(), Catalog(config.snapshot.catalog), standin_argv("--torch"))
+
+
+@pytest.mark.root
+@pytest.mark.criu
+@asyncio_test
+async def test_an_engine_has_no_identity_before_its_restore_is_over(
+    config: DeploymentConfig, images: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was woken while its CUDA state was still away died in the driver."""
+    manifest = images.create(0)
+    restore, early = images.restore_image, list[Path]()
+
+    def watched(manifest: Manifest, namespace: Namespace, *, timeout_s: float) -> Restored:
+        restored = restore(manifest, namespace, timeout_s=timeout_s)
+        identity = namespace.view(Path(manifest.fingerprint.control_dir)) / ATTACH_FILE
+        early.extend([identity] if identity.exists() else [])
+        return restored
+
+    monkeypatch.setattr(images, "restore_image", watched)
+    await rehearse(images, manifest, timeout_s=60)
+    async with serving(config, standin_argv("--torch"), images) as client:
+        assert (await start(client)).tier is Tier.IMAGE
+    assert early == []
 
 
 @pytest.mark.root
