@@ -8,16 +8,32 @@ JSON schema and `--help` are made of it.
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import model_validator
 
 from dynamo_elastic.config_resolve import CrossFaults, Resolved, resolve
+from dynamo_elastic.config_sections import (
+    MAX_SYSTEM_PORT,
+    AgentConfig,
+    AnyEngineConfig,
+    CoordinatorConfig,
+    EngineConfig,
+    EtcdConfig,
+    FrontendConfig,
+    ModelConfig,
+    Name,
+    PlannerConfig,
+    ScaleConfig,
+    Section,
+    SnapshotConfig,
+    VllmEngineConfig,
+    WorkersConfig,
+)
 from dynamo_elastic.config_sources import (
     Layer,
     from_environment,
@@ -26,8 +42,7 @@ from dynamo_elastic.config_sources import (
     settings_of,
 )
 from dynamo_elastic.errors import ConfigError
-from dynamo_elastic.topology import EngineShape, ScaleLimits, refusal
-from dynamo_elastic.vllm_flags import flag_faults
+from dynamo_elastic.topology import EngineShape, refusal
 
 CONFIG_VARIABLE = "DYN_ELASTIC_CONFIG"
 SLOT_VARIABLE = "DYN_ELASTIC_SLOT"
@@ -37,271 +52,8 @@ OTHER_VARIABLES = (CONFIG_VARIABLE, SLOT_VARIABLE)
 FLAGS: ContextVar[Layer] = ContextVar("flags", default=MappingProxyType({}))
 """The --elastic-* flags of this command; set by its main(), once."""
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-MAX_SYSTEM_PORT = 32767
-Port = Annotated[int, Field(ge=1024, le=65535)]
-Seconds = Annotated[float, Field(gt=0, le=3600)]
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$")]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", validate_default=True, frozen=True, use_attribute_docstrings=True
-    )
-
-
-class ModelConfig(_Section):
-    """What is served."""
-
-    path: Path
-    """Directory with config.json, tokenizer and model.safetensors."""
-    name: str = Field(min_length=1)
-    """Name that clients ask for."""
-
-
-class EngineConfig(_Section):
-    """The reference engine, on every rank."""
-
-    kind: Literal["reference"] = "reference"
-    """Which engine: our small reference model, or vLLM under Dynamo's own worker."""
-
-    device: Literal["cpu", "cuda"] = "cpu"
-    """What it computes with: the CPU in float32, or a GPU in bfloat16 with NIXL EP and CUDA graphs.
-    On a GPU the model's hidden size must be one that NIXL EP has kernels for."""
-    slots_per_rank: int = Field(default=8, ge=1)
-    """Expert slots of a rank. Ranks x slots must hold every expert."""
-    batch_tokens: int = Field(default=8, ge=1, le=256)
-    """Tokens of a step: decodes first, then prefill."""
-    max_context: int = Field(default=256, ge=16)
-    """Tokens of a request at most, prompt and answer together."""
-    kv_blocks: int = Field(default=256, ge=1)
-    """Blocks of a rank's KV cache, 16 tokens each."""
-    peer_timeout_s: Seconds = 5.0
-    """A peer that is silent for so long in a step is masked."""
-
-
-class VllmEngineConfig(_Section):
-    """vLLM under Dynamo's own worker, `dynamo.vllm`: a whole model on every rank."""
-
-    kind: Literal["vllm"] = "vllm"
-    """Which engine: our small reference model, or vLLM under Dynamo's own worker."""
-    python: Path | None = None
-    """Interpreter of the environment that has vLLM and ai-dynamo; null for this one."""
-    args: str = ""
-    """Flags of `dynamo.vllm`, as a shell would take them."""
-
-    @property
-    def argv(self) -> tuple[str, ...]:
-        return tuple(shlex.split(self.args))
-
-    @model_validator(mode="after")
-    def _check_args(self) -> VllmEngineConfig:
-        try:
-            faults = [f"engine.args: {fault}" for fault in flag_faults(self.argv)]
-        except ValueError as exc:
-            faults = [f"engine.args: {exc}; correct the quotes"]
-        if faults:
-            raise CrossFaults(faults)
-        return self
-
-
-def _engine_kind(raw: Any) -> str:
-    kind = raw.get("kind", "reference") if isinstance(raw, Mapping) else raw.kind
-    return kind if isinstance(kind, str) else ""
-
-
-AnyEngineConfig = Annotated[
-    Annotated[EngineConfig, Tag("reference")] | Annotated[VllmEngineConfig, Tag("vllm")],
-    Discriminator(
-        _engine_kind,
-        custom_error_type="engine_kind",
-        custom_error_message="kind must be 'reference' or 'vllm'",
-    ),
-]
-
-
-class ScaleConfig(_Section):
-    """Legal widths and time limits of scale operations."""
-
-    initial_ranks: int = Field(ge=1)
-    """Ranks to boot with."""
-    min_ranks: int = Field(default=1, ge=1)
-    """No target below this is legal."""
-    max_ranks: int = Field(ge=1)
-    """No target above this is legal. One GPU slot and one worker shell for each."""
-    multiple_of: int = Field(default=1, ge=1)
-    """A legal width is a multiple of this."""
-    step_timeout_s: Seconds = 30.0
-    """Deadline of one step of one participant, restore excepted."""
-    restore_timeout_s: Seconds = 120.0
-    """Deadline of a joiner's engine, from image or cold, until it reports in."""
-    drain_timeout_s: Seconds = 10.0
-    """Time that a leaver has to let short requests finish."""
-    short_tokens: int = Field(default=8, ge=0)
-    """A leaver lets requests with at most so many tokens to go finish; the others move."""
-    lease_ttl_s: int = Field(default=5, ge=2, le=60)
-    """A process of ours that is silent for so long counts as dead: coordinator, shell."""
-    operation_timeout_s: Seconds = 300.0
-    """Deadline of a whole operation: it aborts before COMMIT, and stops moving experts after it."""
-    slots_timeout_s: Seconds = 120.0
-    """A target that can't be acted on for so long, say for want of free slots, is given up."""
-    quarantine_s: Seconds = 300.0
-    """A slot, or a slot's image, that failed twice in a row is left out for so long."""
-
-    @property
-    def limits(self) -> ScaleLimits:
-        return ScaleLimits(self.min_ranks, self.max_ranks, self.multiple_of)
-
-    @model_validator(mode="after")
-    def _cross_checks(self) -> ScaleConfig:
-        faults = _scale_faults(self)
-        if faults:
-            raise CrossFaults(faults)
-        return self
-
-
-class ParkedConfig(_Section):
-    """Engines that left their group and wait in their slot, the GPU free."""
-
-    enabled: bool = True
-    """An engine that leaves is parked; without this it is ended."""
-    max_count: int = Field(default=64, ge=1, le=1024)
-    """Parked engines of this host at most; beyond it the one parked longest ends."""
-    max_bytes: int = Field(default=256 << 30, ge=1 << 20)
-    """Host memory of all of them at most."""
-    ttl_s: float = Field(default=6 * 3600.0, gt=0)
-    """An engine that nobody asked for in so long ends."""
-
-
-class SnapshotConfig(_Section):
-    """Images of warm engines, and parked engines."""
-
-    enabled: bool = True
-    """Without images every joiner boots cold."""
-    catalog: Path = Path("/var/lib/dynamo-elastic/images")
-    """Directory of the images; of root, 0700."""
-    create_missing: bool = True
-    """Make images for slots that have none before serving."""
-    max_images_per_slot: int = Field(default=1, ge=1, le=100)
-    """Of one deployment; a new image takes the place of the oldest."""
-    max_bytes: int = Field(default=64 << 30, ge=1 << 20)
-    """Of the whole catalog; beyond it the least recently used images go."""
-    max_age_s: float = Field(default=30 * 86400, gt=0)
-    """Images of any deployment that were not used for so long go."""
-    quarantine_s: Seconds = 600.0
-    """An image that failed to restore twice is not tried for so long."""
-    parked: ParkedConfig = ParkedConfig()
-
-
-class AgentConfig(_Section):
-    """The agent of this host."""
-
-    gpus: tuple[int | str, ...] = ()
-    """GPU of each slot, by index (NVML's, as in nvidia-smi) or UUID. Default: slot N has GPU N."""
-    metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Prometheus metrics on 127.0.0.1; 0: none."""
-    uid: int | None = Field(default=None, ge=0)
-    """One more user that may call the agent, besides root and the agent's own."""
-    gid: int | None = Field(default=None, ge=0)
-    """Members of this group may call the agent, too."""
-
-
-class EtcdConfig(_Section):
-    """The store. With `start`, serve runs its own etcd on loopback."""
-
-    start: bool = True
-    """`serve` starts an etcd of its own on loopback, for one machine."""
-    port: Port = 2379
-    """Client port of that etcd."""
-    peer_port: Port = 2380
-    """Its peer port."""
-    endpoints: tuple[str, ...] = ()
-    """Of an etcd that exists already; then `start` must be false."""
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        return self.endpoints or (f"http://127.0.0.1:{self.port}",)
-
-    @model_validator(mode="after")
-    def _cross_checks(self) -> EtcdConfig:
-        if self.endpoints and self.start:
-            raise CrossFaults(["etcd.endpoints: an etcd exists already; set etcd.start to false"])
-        return self
-
-
-class FrontendConfig(_Section):
-    """Dynamo's OpenAI frontend."""
-
-    enabled: bool = True
-    """`serve` starts the frontend."""
-    host: str = "127.0.0.1"
-    """Address that it listens on."""
-    port: Port = 8000
-    """Port of the OpenAI API."""
-    migration_limit: int = Field(default=10, ge=0)
-    """How often a stream may move to another rank over its life, scale-downs and deaths alike."""
-    router_mode: Literal["round-robin", "random", "kv"] = "round-robin"
-    """How it chooses the rank of a request; `kv`: by what the ranks' KV caches hold."""
-
-
-class WorkersConfig(_Section):
-    """The worker shells, one a slot."""
-
-    system_port: int = Field(default=0, ge=0, le=MAX_SYSTEM_PORT)
-    """Slot N serves Dynamo's health, metrics and control routes on 127.0.0.1, at this port + N; a
-    vLLM engine of slot N its own, at this port + scale.max_ranks + N. 0: none. Not above 32767 with
-    the last slot: Dynamo reads it as a signed 16-bit number."""
-    lease_ttl_s: int = Field(default=20, ge=2, le=60)
-    """Of Dynamo's leases, those of frontend and planner too. Dynamo needs that long to come back to
-    an etcd that was restarted; the instance of a worker that was killed is visible for so long."""
-
-
-class PlannerConfig(_Section):
-    """Dynamo's planner, deciding in its `virtual` environment."""
-
-    enabled: bool = True
-    """The planner's decisions are targets."""
-    start: bool = True
-    """`serve` starts the planner; false: one that runs already is followed."""
-    control_port: Port = 9086
-    """Port of its control API, on loopback."""
-    interval_s: int = Field(default=2, ge=1)
-    """It looks at the load this often."""
-    constrain: bool = True
-    """Our plugin in it makes its decisions widths that can be had: docs/planner.md."""
-    settings: dict[str, Any] = Field(default_factory=dict)
-    """More planner settings, passed on as they are."""
-
-
-class ApiConfig(_Section):
-    """HTTP API of every coordinator: docs/http-api.md."""
-
-    host: str = "127.0.0.1"
-    """Address that it listens on; one that others can reach needs a token_file."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """0: no API."""
-    token_file: Path | None = None
-    """File with the bearer token that requests must carry; yours alone (0600)."""
-
-    @model_validator(mode="after")
-    def _cross_checks(self) -> ApiConfig:
-        if 0 < self.port < 1024:
-            raise CrossFaults(["coordinator.api.port: must be 0, or 1024 to 65535"])
-        if self.port and self.token_file is None and self.host not in LOOPBACK:
-            reached = f"{self.host} can be reached by others"
-            remedy = "name a file with a token, or listen on 127.0.0.1"
-            raise CrossFaults([f"coordinator.api.token_file: is required: {reached}; {remedy}"])
-        return self
-
-
-class CoordinatorConfig(_Section):
-    """The coordinators; any number may run, one leads."""
-
-    api: ApiConfig = ApiConfig()
-
-
-class DeploymentConfig(_Section):
+class DeploymentConfig(Section):
     """Everything `dynamo-elastic serve` runs on one machine."""
 
     deployment: Name
@@ -392,28 +144,6 @@ def _gpu_faults(config: DeploymentConfig) -> list[str]:
     return [f"agent.gpus: names {named} GPUs for {slots} slots (scale.max_ranks); name one of each"]
 
 
-def _scale_faults(scale: ScaleConfig) -> list[str]:
-    faults = []
-    if scale.min_ranks > scale.max_ranks:
-        faults.append(
-            f"scale.min_ranks: {scale.min_ranks} is above scale.max_ranks {scale.max_ranks}"
-        )
-    elif not scale.min_ranks <= scale.initial_ranks <= scale.max_ranks:
-        faults.append(
-            f"scale.initial_ranks: {scale.initial_ranks} is outside "
-            f"{scale.min_ranks}-{scale.max_ranks} (scale.min_ranks, scale.max_ranks)"
-        )
-    longest_s = max(scale.restore_timeout_s, scale.drain_timeout_s + scale.step_timeout_s)
-    if scale.operation_timeout_s <= longest_s:
-        faults.append(
-            f"scale.operation_timeout_s: must be above {longest_s:g}, the longest step "
-            "(scale.restore_timeout_s, or scale.drain_timeout_s + scale.step_timeout_s)"
-        )
-    if scale.lease_ttl_s >= scale.step_timeout_s:
-        faults.append("scale.lease_ttl_s: must be below scale.step_timeout_s")
-    return faults
-
-
 def load_config(path: Path, flags: Layer | None = None) -> DeploymentConfig:
     """The settings of `path`, DYN_ELASTIC_* and --elastic-* flags. Raises ConfigError with every
     fault, its source and its remedy.
@@ -452,7 +182,7 @@ def snapshot_settings(path: Path | None) -> SnapshotConfig:
     return resolve(_SnapshotAlone, (ours, flags), mine).config.snapshot
 
 
-class _SnapshotAlone(_Section):
+class _SnapshotAlone(Section):
     snapshot: SnapshotConfig = SnapshotConfig()
 
 

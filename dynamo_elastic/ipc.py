@@ -168,7 +168,9 @@ class RpcClient:
             ) as response:
                 body = await response.json()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
-            raise EngineGone(f"{name} on {self._path.name}: {exc or type(exc).__name__}") from exc
+            raise EngineGone(
+                f"{name} on {self._path.name}: {str(exc) or type(exc).__name__}"
+            ) from exc
         if "error" in body:
             raise _remote_error(body)
         return body["result"]

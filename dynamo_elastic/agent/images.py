@@ -9,7 +9,8 @@ from dynamo_elastic.agent.caches import JitCaches
 from dynamo_elastic.agent.image_source import RunningImage
 from dynamo_elastic.agent.ladder import Obstacle, Why
 from dynamo_elastic.agent.quarantine import Quarantine
-from dynamo_elastic.config import DeploymentConfig, SnapshotConfig
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config_sections import SnapshotConfig
 from dynamo_elastic.engine.base import DETACHED_FILE
 from dynamo_elastic.engine.launch import engine_argv, is_tree
 from dynamo_elastic.errors import (

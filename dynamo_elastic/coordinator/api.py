@@ -19,7 +19,7 @@ from pathlib import Path
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from dynamo_elastic.config import LOOPBACK, ApiConfig, ScaleConfig
+from dynamo_elastic.config_sections import LOOPBACK, ApiConfig, ScaleConfig
 from dynamo_elastic.coordinator import api_views as views
 from dynamo_elastic.coordinator.api_models import (
     Fault,

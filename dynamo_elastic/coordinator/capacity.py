@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo_elastic.config import ScaleConfig
+from dynamo_elastic.config_sections import ScaleConfig
 from dynamo_elastic.coordinator.quarantine import barred_slots, quarantined, released_s
 from dynamo_elastic.coordinator.records import CapacityRecord
 from dynamo_elastic.coordinator.status import Status

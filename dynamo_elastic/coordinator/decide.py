@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dynamo_elastic.config import ScaleConfig
+from dynamo_elastic.config_sections import ScaleConfig
 from dynamo_elastic.coordinator.quarantine import (
     barred_images,
     barred_slots,

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dynamo_elastic.config import ScaleConfig
+from dynamo_elastic.config_sections import ScaleConfig
 from dynamo_elastic.coordinator.commands import Commander
 from dynamo_elastic.coordinator.fenced import FencedStore
 from dynamo_elastic.coordinator.journal import Journal

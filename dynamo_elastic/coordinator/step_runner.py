@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dynamo_elastic.config import ScaleConfig
+from dynamo_elastic.config_sections import ScaleConfig
 from dynamo_elastic.coordinator import steps
 from dynamo_elastic.coordinator.commands import Answers, Commander, Order
 from dynamo_elastic.coordinator.progress import Progress

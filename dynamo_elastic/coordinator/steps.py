@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dynamo_elastic.config import ScaleConfig
+from dynamo_elastic.config_sections import ScaleConfig
 from dynamo_elastic.coordinator.records import AckRecord, OperationRecord, to_json
 from dynamo_elastic.phases import Step, Who
 from dynamo_elastic.topology import EMPTY, ScalePlan, Topology

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dynamo_elastic.config import DeploymentConfig, VllmEngineConfig
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config_sections import VllmEngineConfig
 from dynamo_elastic.dynamo.base import SYSTEM_PORT
 
 _LOOPBACK = "127.0.0.1"

@@ -152,7 +152,7 @@ class PlannerControl:
             ):
                 answer: dict[str, Any] = await response.json()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
-            raise PlannerRefused(f"planner control API: {exc or type(exc).__name__}") from exc
+            raise PlannerRefused(f"planner control API: {str(exc) or type(exc).__name__}") from exc
         if response.status != 200:
             raise PlannerRefused(f"planner refused {body}: {answer.get('error', answer)}")
         return answer

@@ -228,7 +228,7 @@ async def _answering(act: str) -> AsyncIterator[None]:
     except RegistrationFailed:
         raise
     except Exception as exc:  # the bindings raise bare Exception
-        raise RegistrationFailed(f"{act} with Dynamo: {exc or type(exc).__name__}") from exc
+        raise RegistrationFailed(f"{act} with Dynamo: {str(exc) or type(exc).__name__}") from exc
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo_elastic.config import DeploymentConfig, EngineConfig, VllmEngineConfig
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config_sections import EngineConfig, VllmEngineConfig
 from dynamo_elastic.engine.vllm import versions
 
 REFERENCE = "dynamo_elastic.engine.reference"

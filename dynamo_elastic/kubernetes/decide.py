@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo_elastic.config import ScaleConfig
+from dynamo_elastic.config_sections import ScaleConfig
 from dynamo_elastic.coordinator.records import MemberState, OutcomeStatus
 from dynamo_elastic.coordinator.status import Status
 from dynamo_elastic.coordinator.targets import succession

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 
-from dynamo_elastic.config import DeploymentConfig, VllmEngineConfig
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config_sections import VllmEngineConfig
 from dynamo_elastic.engine.shape import read_shape
 from dynamo_elastic.errors import ConfigError
 from dynamo_elastic.serve import plan

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from dynamo_elastic.config import DeploymentConfig, VllmEngineConfig
+from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.config_launch import CONFIG_FLAG, SLOT_FLAG
+from dynamo_elastic.config_sections import VllmEngineConfig
 from dynamo_elastic.dynamo.environment import dynamo_environment
 from dynamo_elastic.dynamo.launch import frontend_argv, planner_argv, planner_environment
 from dynamo_elastic.engine.launch import engine_python

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dynamo_elastic.agent.open_images import open_images
-from dynamo_elastic.config import DeploymentConfig, VllmEngineConfig, engine_shape
+from dynamo_elastic.config import DeploymentConfig, engine_shape
+from dynamo_elastic.config_sections import VllmEngineConfig
 from dynamo_elastic.coordinator.api import read_token
 from dynamo_elastic.engine.launch import engine_python
 from dynamo_elastic.engine.shape import CONFIG_FILE, read_shape

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from dynamo_elastic.config import ScaleConfig
+from dynamo_elastic.config_sections import ScaleConfig
 from dynamo_elastic.coordinator.election import Election
 from dynamo_elastic.coordinator.fenced import FencedStore
 from dynamo_elastic.coordinator.records import Keys, OperationRecord

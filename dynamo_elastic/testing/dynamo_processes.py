@@ -12,7 +12,8 @@ from pathlib import Path
 
 import aiohttp
 
-from dynamo_elastic.config import MAX_SYSTEM_PORT, DeploymentConfig, parse_config
+from dynamo_elastic.config import DeploymentConfig, parse_config
+from dynamo_elastic.config_sections import MAX_SYSTEM_PORT
 from dynamo_elastic.dynamo.environment import dynamo_environment
 from dynamo_elastic.dynamo.launch import frontend_argv
 from dynamo_elastic.engine.reference.make_model import write_model

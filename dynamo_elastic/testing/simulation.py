@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_elastic import failpoints
-from dynamo_elastic.config import ScaleConfig
+from dynamo_elastic.config_sections import ScaleConfig
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
 from dynamo_elastic.coordinator.records import (
     Keys,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dynamo_elastic.config import DeploymentConfig, VllmEngineConfig
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config_sections import VllmEngineConfig
 from dynamo_elastic.dynamo.base import ControlRoute, InstanceSpec
 from dynamo_elastic.dynamo.runtime import DynamoInstance
 from dynamo_elastic.dynamo.vllm_registrar import VllmRegistrar

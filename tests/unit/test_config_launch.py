@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dynamo_elastic.config import DeploymentConfig, VllmEngineConfig
+from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.config_launch import (
     PROCESSES,
     engine_layer,
@@ -17,6 +17,7 @@ from dynamo_elastic.config_launch import (
     read_launch_line,
     read_slot,
 )
+from dynamo_elastic.config_sections import VllmEngineConfig
 from dynamo_elastic.errors import ConfigError
 
 

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_elastic.config import (
-    EngineConfig,
-    VllmEngineConfig,
-    engine_shape,
-    load_config,
-    parse_config,
-)
+from dynamo_elastic.config import engine_shape, load_config, parse_config
+from dynamo_elastic.config_sections import EngineConfig, VllmEngineConfig
 from dynamo_elastic.dynamo.environment import engine_dynamo_environment
 from dynamo_elastic.engine.launch import VLLM, engine_argv, image_inputs, is_tree
 from dynamo_elastic.errors import ConfigError

@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 import yaml
 
-from dynamo_elastic.config import ApiConfig
+from dynamo_elastic.config_sections import ApiConfig
 from dynamo_elastic.coordinator.api import ApiServer, read_token
 from dynamo_elastic.coordinator.api_models import TargetState
 from dynamo_elastic.coordinator.api_routes import ROUTES, openapi

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_elastic.config import MAX_SYSTEM_PORT
+from dynamo_elastic.config_sections import MAX_SYSTEM_PORT
 from dynamo_elastic.dynamo.launch import planner_environment, planner_settings
 from dynamo_elastic.errors import ConfigError
 from dynamo_elastic.testing.deployments import deployment
