@@ -59,7 +59,8 @@ class Keda:
         answer = await self.ask("GetMetrics", "GetMetricsResponse", metricName=spec.metricName)
         (value,) = answer.metricValues
         assert value.metricValue == value.metricValueFloat
-        return round(value.metricValueFloat / spec.targetSizeFloat)
+        replicas: int = round(value.metricValueFloat / spec.targetSizeFloat)
+        return replicas
 
 
 @asynccontextmanager
