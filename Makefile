@@ -1,7 +1,7 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 PY := .venv/bin/python
 
-.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu test lint format docs bench planner-cycle soak sim clean
+.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu test test-all lint format docs bench planner-cycle soak sim clean
 
 setup:
 	@sh deploy/setup.sh
@@ -21,6 +21,10 @@ test-vllm-cpu: vllm-cpu
 
 test: setup lint
 	@$(PY) -m pytest
+
+# Every kill in every phase, long cycles, the planner through all its restarts: about 17 minutes.
+test-all: setup lint
+	@$(PY) -m pytest -m ""
 
 lint: setup
 	@.venv/bin/ruff check .

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from dynamo_elastic.errors import NotQuiescent
@@ -73,14 +75,28 @@ def holder_findings(processes: Sequence[ProcessRef], engine: Mapping[str, Any]) 
 def cuda_findings(pid: int) -> Iterator[str]:
     """All that can be seen from outside of a process that holds CUDA."""
     directory = PROC / str(pid)
-    names = [(task / "comm").read_text().strip() for task in (directory / "task").iterdir()]
+    names = list(thread_names(directory / "task"))
     maps = (directory / "maps").read_text()
-    files = {os.readlink(fd) for fd in (directory / "fd").iterdir()}
+    files = set(open_files(directory / "fd"))
     files |= {match[4] for match in _MAPPING.finditer(maps)}
     yield from ipc_cache_findings((directory / "environ").read_bytes())
     yield from library_findings(names)
     yield from trace_findings(files)
     yield from managed_findings(maps)
+
+
+def thread_names(tasks: Path) -> Iterator[str]:
+    """Of the threads; one that ends meanwhile is none."""
+    for task in tasks.iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            yield (task / "comm").read_text().strip()
+
+
+def open_files(descriptors: Path) -> Iterator[str]:
+    """What is open; a descriptor that is closed meanwhile is not."""
+    for descriptor in descriptors.iterdir():
+        with suppress(FileNotFoundError):
+            yield os.readlink(descriptor)
 
 
 def ipc_cache_findings(environ: bytes) -> Iterator[str]:

@@ -10,8 +10,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,14 @@ pytestmark = [
     pytest.mark.dynamo,
     pytest.mark.timeout(180),
 ]
+
+SLOW = pytest.mark.slow
+
+
+def some_of(phases: Sequence[Phase], *always: Phase) -> list[Any]:
+    """All of `phases` as parameters; but for those named the test is slow."""
+    return [p if p in always else pytest.param(p, marks=SLOW) for p in phases]
+
 
 PROMPTS = [Prompt("river stone light", 7, 24), Prompt("amber cloud", 8, 40)]
 
@@ -88,7 +97,9 @@ def test_a_joiner_killed_while_it_is_restored_is_booted_cold(
     load.wait_for_tokens(timeout_s=20)
 
 
-@pytest.mark.parametrize("failpoint", ["engine.after_open", "engine.after_connect"])
+@pytest.mark.parametrize(
+    "failpoint", [pytest.param("engine.after_open", marks=SLOW), "engine.after_connect"]
+)
 def test_a_joiner_killed_before_the_commit_aborts(
     deployment: ServedDeployment, load: BackgroundLoad, failpoint: str
 ) -> None:
@@ -103,7 +114,10 @@ def test_a_joiner_killed_before_the_commit_aborts(
     load.wait_for_tokens(timeout_s=20)
 
 
-@pytest.mark.parametrize("phase", [Phase.STREAM, Phase.CHECK, Phase.CANARY, Phase.REBALANCE])
+@pytest.mark.parametrize(
+    "phase",
+    some_of([Phase.STREAM, Phase.CHECK, Phase.CANARY, Phase.REBALANCE], Phase.STREAM, Phase.CANARY),
+)
 def test_a_joiner_killed_in_a_phase(
     deployment: ServedDeployment, load: BackgroundLoad, phase: Phase
 ) -> None:
@@ -161,14 +175,14 @@ def kill_joiner_in(deployment: ServedDeployment, phase: Phase, slot: int) -> Ite
         watcher.join()
 
 
-@pytest.mark.parametrize("phase", phases_of(Kind.UP))
+@pytest.mark.parametrize("phase", some_of(phases_of(Kind.UP), Phase.RESTORE, Phase.COMMIT))
 def test_the_coordinator_is_killed_going_up(
     deployment: ServedDeployment, load: BackgroundLoad, phase: Phase
 ) -> None:
     outlive_the_coordinator(deployment, load, phase, before=2, after=4)
 
 
-@pytest.mark.parametrize("phase", phases_of(Kind.DOWN))
+@pytest.mark.parametrize("phase", some_of(phases_of(Kind.DOWN), Phase.COMMIT, Phase.PARK))
 def test_the_coordinator_is_killed_going_down(
     deployment: ServedDeployment, load: BackgroundLoad, phase: Phase
 ) -> None:
@@ -201,8 +215,8 @@ def kill_coordinator_in(deployment: ServedDeployment, phase: Phase, ranks: int) 
 @pytest.mark.parametrize(
     "failpoint",
     [
-        "slot2:worker.restore.begin",
-        "slot3:worker.check.end",
+        pytest.param("slot2:worker.restore.begin", marks=SLOW),
+        pytest.param("slot3:worker.check.end", marks=SLOW),
         "slot2:worker.serve.begin",
     ],
 )

@@ -25,6 +25,7 @@ pytestmark = [
 PROMPTS = [Prompt("river stone light", 7, 24), Prompt("amber cloud", 8, 64)]
 
 
+@pytest.mark.slow
 def test_cycles_under_load_leave_nothing_behind(tmp_path: Path) -> None:
     config = soak_config(tmp_path, "test-soak")
     result = asyncio.run(

@@ -40,6 +40,7 @@ def call(deployment: ServedDeployment, slot: int, route: str, **body: Any) -> di
     return answer
 
 
+@pytest.mark.slow
 def test_workers_answer_and_are_obeyed(tmp_path: Path) -> None:
     config = demo_config(
         tmp_path,

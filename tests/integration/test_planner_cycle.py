@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_the_planner_scales_with_the_load(tmp_path: Path) -> None:
     """The coordinator is killed on the way up, the frontend on the way down."""
     with etcd_process(tmp_path / "etcd") as etcd:

@@ -96,7 +96,9 @@ async def prepare(here: World, kind: Kind) -> None:
             await scale(here, 4)
 
 
-@pytest.mark.parametrize("kind", [Kind.BOOT, Kind.UP, Kind.DOWN])
+@pytest.mark.parametrize(
+    "kind", [Kind.BOOT, Kind.UP, pytest.param(Kind.DOWN, marks=pytest.mark.slow)]
+)
 def test_killed_in_any_phase_another_one_ends_it(
     kind: Kind, etcd: EtcdProcess, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ async def _settled(store: EtcdStore, keys: PlannerKeys, decision_id: int) -> Non
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 @asyncio_test
 async def test_the_width_follows_load_and_limits_from_legal_width_to_legal_width(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

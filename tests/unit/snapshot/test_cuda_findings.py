@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,9 @@ from dynamo_elastic.snapshot.cuda_findings import (
     is_driver_device,
     library_findings,
     managed_findings,
+    open_files,
     report_findings,
+    thread_names,
     trace_findings,
 )
 from dynamo_elastic.snapshot.process import identify
@@ -124,3 +128,26 @@ def test_a_real_process_is_looked_at() -> None:
             check_parkable([], {})
             bad.kill()
         good.kill()
+
+
+def test_what_goes_while_it_is_looked_at_is_no_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor that was closed, and a thread that ended, between the list and the look."""
+    descriptors, tasks = tmp_path / "fd", tmp_path / "task"
+    for thread in ("11", "12"):
+        (tasks / thread).mkdir(parents=True)
+    (tasks / "11" / "comm").write_text("python3\n")
+    descriptors.mkdir()
+    for number in ("3", "4"):
+        (descriptors / number).symlink_to("/dev/null")
+    readlink = os.readlink
+
+    def closed(path: Path) -> str:
+        if path.name == "4":
+            raise FileNotFoundError(path)
+        return readlink(path)
+
+    monkeypatch.setattr(os, "readlink", closed)
+    assert list(open_files(descriptors)) == ["/dev/null"]
+    assert list(thread_names(tasks)) == ["python3"]
