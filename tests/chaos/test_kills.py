@@ -116,7 +116,7 @@ def test_a_joiner_killed_before_the_commit_aborts(
 
 @pytest.mark.parametrize(
     "phase",
-    some_of([Phase.STREAM, Phase.CHECK, Phase.CANARY, Phase.REBALANCE], Phase.STREAM, Phase.CANARY),
+    some_of([Phase.STREAM, Phase.CHECK, Phase.CANARY, Phase.REBALANCE], Phase.STREAM),
 )
 def test_a_joiner_killed_in_a_phase(
     deployment: ServedDeployment, load: BackgroundLoad, phase: Phase
@@ -175,7 +175,7 @@ def kill_joiner_in(deployment: ServedDeployment, phase: Phase, slot: int) -> Ite
         watcher.join()
 
 
-@pytest.mark.parametrize("phase", some_of(phases_of(Kind.UP), Phase.RESTORE, Phase.COMMIT))
+@pytest.mark.parametrize("phase", some_of(phases_of(Kind.UP), Phase.COMMIT))
 def test_the_coordinator_is_killed_going_up(
     deployment: ServedDeployment, load: BackgroundLoad, phase: Phase
 ) -> None:

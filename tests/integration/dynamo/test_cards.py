@@ -30,7 +30,14 @@ LONG = [Prompt(f"w{k} w{k + 1}", seed=k, max_tokens=80) for k in range(20, 22)]
 """Streams that are under way while the cards change."""
 
 
-@pytest.mark.parametrize(("width", "router"), [(1, "round-robin"), (1, "kv"), (2, "kv")])
+@pytest.mark.parametrize(
+    ("width", "router"),
+    [
+        pytest.param(1, "round-robin", marks=pytest.mark.slow),
+        (1, "kv"),
+        pytest.param(2, "kv", marks=pytest.mark.slow),
+    ],
+)
 @asyncio_test
 async def test_no_request_fails_while_cards_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, router: str

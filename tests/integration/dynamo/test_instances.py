@@ -55,7 +55,7 @@ async def complete(url: str, **body: Any) -> tuple[int, dict[str, Any]]:
         return response.status, await response.json()
 
 
-@pytest.mark.parametrize("router_mode", ["round-robin", "kv"])
+@pytest.mark.parametrize("router_mode", [pytest.param("round-robin", marks=pytest.mark.slow), "kv"])
 @asyncio_test
 async def test_no_client_notices_that_ranks_come_and_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, router_mode: str
@@ -149,6 +149,7 @@ async def test_fifty_lives_of_one_instance_leave_nothing(
     assert resident_bytes[-1] - resident_bytes[9] < 8 << 20
 
 
+@pytest.mark.slow
 @asyncio_test
 async def test_an_instance_whose_lease_ran_out_can_be_registered_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -77,6 +77,7 @@ def test_a_decision_that_a_rank_misses_is_superseded(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_decision_that_a_stopped_joiner_does_not_follow_is_taken_back(
     model: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
@@ -153,6 +154,7 @@ def test_a_retained_rank_that_dies_in_the_first_step_is_masked(model: Path, tmp_
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_wakes_knows_that_it_is_out(
     model: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
