@@ -130,6 +130,7 @@ def test_a_joiner_killed_in_a_phase(
     load.wait_for_tokens(timeout_s=20)
 
 
+@pytest.mark.slow
 def test_a_joiner_killed_at_its_first_step_is_evicted_and_replaced(
     deployment: ServedDeployment, load: BackgroundLoad
 ) -> None:
@@ -182,7 +183,7 @@ def test_the_coordinator_is_killed_going_up(
     outlive_the_coordinator(deployment, load, phase, before=2, after=4)
 
 
-@pytest.mark.parametrize("phase", some_of(phases_of(Kind.DOWN), Phase.COMMIT, Phase.PARK))
+@pytest.mark.parametrize("phase", some_of(phases_of(Kind.DOWN), Phase.COMMIT))
 def test_the_coordinator_is_killed_going_down(
     deployment: ServedDeployment, load: BackgroundLoad, phase: Phase
 ) -> None:

@@ -97,7 +97,12 @@ async def prepare(here: World, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [Kind.BOOT, Kind.UP, pytest.param(Kind.DOWN, marks=pytest.mark.slow)]
+    "kind",
+    [
+        pytest.param(Kind.BOOT, marks=pytest.mark.slow),
+        Kind.UP,
+        pytest.param(Kind.DOWN, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_in_any_phase_another_one_ends_it(
     kind: Kind, etcd: EtcdProcess, tmp_path: Path

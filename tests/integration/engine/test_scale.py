@@ -69,7 +69,9 @@ def test_up_and_down_under_load(model: Path, oracle: Oracle, tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_joiner_lost_after_the_switch(
     sign: signal.Signals, model: Path, oracle: Oracle, tmp_path: Path
 ) -> None:

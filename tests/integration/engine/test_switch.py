@@ -104,6 +104,7 @@ def test_a_decision_that_a_stopped_joiner_does_not_follow_is_taken_back(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_joiner_that_is_stopped_in_the_first_step_costs_one_peer_timeout(
     model: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
