@@ -8,9 +8,9 @@ import torch
 from cuda.bindings import driver
 
 from dynamo_elastic.comm.base import Span
-from dynamo_elastic.comm.peer_link import ReceivedChunk
 from dynamo_elastic.comm.peer_push import MappedArena
 from dynamo_elastic.errors import DeviceMemoryError
+from dynamo_elastic.types import SharedChunk
 
 
 class CudaCopyEngine:
@@ -20,12 +20,12 @@ class CudaCopyEngine:
     One stream is as fast as four: a copy keeps the engine busy by itself.
     """
 
-    def __init__(self, mapper: Callable[[Sequence[ReceivedChunk]], MappedArena]) -> None:
+    def __init__(self, mapper: Callable[[Sequence[SharedChunk]], MappedArena]) -> None:
         self._mapper = mapper
         self._device = torch.cuda.current_device()
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def map(self, chunks: Sequence[ReceivedChunk]) -> MappedArena:
+    def map(self, chunks: Sequence[SharedChunk]) -> MappedArena:
         return self._mapper(chunks)
 
     def copy(self, pairs: Sequence[tuple[Span, Span]]) -> Callable[[], bool]:

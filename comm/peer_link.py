@@ -13,9 +13,9 @@ import select
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+
+from dynamo_elastic.types import SharedChunk
 
 _CHUNKS_A_MESSAGE = 64
 """The kernel passes at most 253 descriptors in one message."""
@@ -23,26 +23,6 @@ _MESSAGE_BYTES = 1 << 16
 _TIMEOUT_S = 10.0
 _BACKLOG = 16
 _MAX_PATH_BYTES = 107
-
-
-class SharedChunk(Protocol):
-    """`size_bytes` of an arena at `offset`, as a file descriptor that can be mapped."""
-
-    @property
-    def descriptor(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def size_bytes(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedChunk:
-    """A SharedChunk of a peer. Whoever has `descriptor` closes it."""
-
-    descriptor: int
-    offset: int
-    size_bytes: int
 
 
 def listen(path: Path) -> socket.socket:
@@ -59,7 +39,7 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def fetch_chunks(path: str, name: str, chunks: list[ReceivedChunk]) -> socket.socket:
+def fetch_chunks(path: str, name: str, chunks: list[SharedChunk]) -> socket.socket:
     """Connect to the target at `path` as `name`, and append all that it sends: what has come is in
     `chunks` also if this raises OSError or ValueError. The connection stands for the mapping."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -93,19 +73,19 @@ def send_chunks(connection: socket.socket, chunks: Sequence[SharedChunk]) -> Non
         socket.send_fds(connection, [message], [c.descriptor for c in part])
 
 
-def _receive_chunks(connection: socket.socket, chunks: list[ReceivedChunk]) -> None:
+def _receive_chunks(connection: socket.socket, chunks: list[SharedChunk]) -> None:
     """Append all that the target sends: what has come is in `chunks` also if this raises."""
     more = True
     while more:
         data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, _CHUNKS_A_MESSAGE)
-        received = [ReceivedChunk(descriptor, 0, 0) for descriptor in descriptors]
+        received = [SharedChunk(descriptor, 0, 0) for descriptor in descriptors]
         try:
             said = json.loads(data or b"{}")
             places, more = said.get("chunks", []), bool(said.get("more"))
             if not places or len(places) != len(descriptors):
                 raise OSError("the target hung up, or sent other descriptors than it said")
             received = [
-                ReceivedChunk(descriptor, offset, size_bytes)
+                SharedChunk(descriptor, offset, size_bytes)
                 for descriptor, (offset, size_bytes) in zip(descriptors, places, strict=True)
             ]
         finally:

@@ -20,8 +20,6 @@ from typing import Protocol
 
 from dynamo_elastic.comm.base import MemoryKind, Span, TransferState
 from dynamo_elastic.comm.peer_link import (
-    ReceivedChunk,
-    SharedChunk,
     fetch_chunks,
     greet,
     hung_up,
@@ -29,6 +27,7 @@ from dynamo_elastic.comm.peer_link import (
     send_chunks,
 )
 from dynamo_elastic.errors import DeviceMemoryError, TransferError
+from dynamo_elastic.types import SharedChunk
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class MappedArena(Protocol):
 class CopyEngine(Protocol):
     """Maps and copies device memory. Raises DeviceMemoryError."""
 
-    def map(self, chunks: Sequence[ReceivedChunk]) -> MappedArena:
+    def map(self, chunks: Sequence[SharedChunk]) -> MappedArena:
         """Map chunks side by side; their descriptors stay open and the caller's."""
         ...
 
@@ -182,7 +181,7 @@ class PeerAgent:
         return name
 
     def _map(self, name: str, path: str, arena: Span) -> _Remote:
-        chunks: list[ReceivedChunk] = []
+        chunks: list[SharedChunk] = []
         try:
             connection = fetch_chunks(path, self._name, chunks)
             if sum(c.size_bytes for c in chunks) < arena.size_bytes:

@@ -34,3 +34,13 @@ class Region:
     name: str
     offset: int
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedChunk:
+    """One piece of an arena's physical memory on its way to a peer: `size_bytes` at `offset` from
+    the arena's first byte. Whoever has `descriptor` closes it."""
+
+    descriptor: int
+    offset: int
+    size_bytes: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -44,16 +43,6 @@ class ArenaLike(Protocol):
         """Every byte can be used again, at the old addresses; contents are not those of before.
         Idempotent."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One piece of physical memory of an arena, as it goes to a peer: `size_bytes` at `offset`
-    from the arena's first byte. Whoever has `descriptor` closes it."""
-
-    descriptor: int
-    offset: int
-    size_bytes: int
 
 
 class VmmDriver(Protocol):

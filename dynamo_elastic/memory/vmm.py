@@ -13,8 +13,8 @@ from contextlib import ExitStack
 import torch
 
 from dynamo_elastic.memory.arena import typed_view
-from dynamo_elastic.memory.base import Chunk, VmmDriver
-from dynamo_elastic.types import Region
+from dynamo_elastic.memory.base import VmmDriver
+from dynamo_elastic.types import Region, SharedChunk
 
 CHUNK_BYTES = 2 << 30
 """Few large pieces: each costs a descriptor and a call when a peer maps the arena."""
@@ -144,19 +144,19 @@ class VmmArena:
             undo.pop_all()
         self._mapping = mapping
 
-    def export_chunks(self) -> tuple[Chunk, ...]:
+    def export_chunks(self) -> tuple[SharedChunk, ...]:
         """All of the arena's memory as file descriptors, for a peer's ImportedArena. The caller
         closes them once they are sent; one that is open at a snapshot can't be in an image. Raises
         ValueError after discard()."""
         if self._mapping is None:
             raise ValueError("an arena without memory can't be exported: populate() it first")
-        chunks: list[Chunk] = []
+        chunks: list[SharedChunk] = []
         offset = 0
         with ExitStack() as undo:
             undo.callback(close_chunks, chunks)
             for handle, size_bytes in self._mapping.pieces:
                 descriptor = self._driver.export_descriptor(handle)
-                chunks.append(Chunk(descriptor, offset, size_bytes))
+                chunks.append(SharedChunk(descriptor, offset, size_bytes))
                 offset += size_bytes
             undo.pop_all()
         return tuple(chunks)
@@ -178,7 +178,9 @@ class ImportedArena:
     then nothing is held.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], driver: VmmDriver, *, device: int = 0) -> None:
+    def __init__(
+        self, chunks: Sequence[SharedChunk], driver: VmmDriver, *, device: int = 0
+    ) -> None:
         self._driver = driver
         self._device = device
         self._size_bytes = sum(chunk.size_bytes for chunk in chunks)
@@ -220,13 +222,13 @@ class ImportedArena:
             self._address = 0
 
 
-def close_chunks(chunks: Sequence[Chunk]) -> None:
+def close_chunks(chunks: Sequence[SharedChunk]) -> None:
     """Close the descriptors of exported chunks."""
     for chunk in chunks:
         os.close(chunk.descriptor)
 
 
-def _check_side_by_side(chunks: Sequence[Chunk]) -> None:
+def _check_side_by_side(chunks: Sequence[SharedChunk]) -> None:
     end = 0
     for chunk in chunks:
         if chunk.offset != end or chunk.size_bytes < 1:

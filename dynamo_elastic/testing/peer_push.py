@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from dynamo_elastic.comm.base import Span
-from dynamo_elastic.comm.peer_link import ReceivedChunk
 from dynamo_elastic.errors import DeviceMemoryError
+from dynamo_elastic.types import SharedChunk
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -38,7 +38,7 @@ def _mmap(address: int, size_bytes: int, descriptor: int, flags: int) -> int:
 class MappedChunks:
     """Chunks side by side in this process. Close it."""
 
-    def __init__(self, chunks: Sequence[ReceivedChunk]) -> None:
+    def __init__(self, chunks: Sequence[SharedChunk]) -> None:
         self.size_bytes = sum(chunk.size_bytes for chunk in chunks)
         self._address = _mmap(0, self.size_bytes, -1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for chunk in chunks:
@@ -63,12 +63,12 @@ class HostSharedArena:
     """Host memory in chunks of one memfd each. Sizes are multiples of a page. Close it."""
 
     def __init__(self, size_bytes: int, chunk_bytes: int) -> None:
-        self.chunks: list[ReceivedChunk] = []
+        self.chunks: list[SharedChunk] = []
         for offset in range(0, size_bytes, chunk_bytes):
             descriptor = os.memfd_create("chunk")
             size = min(chunk_bytes, size_bytes - offset)
             os.truncate(descriptor, size)
-            self.chunks.append(ReceivedChunk(descriptor, offset, size))
+            self.chunks.append(SharedChunk(descriptor, offset, size))
         self._mapped = MappedChunks(self.chunks)
 
     @property
@@ -78,11 +78,9 @@ class HostSharedArena:
     def view(self) -> memoryview:
         return self._mapped.view()
 
-    def export_chunks(self) -> tuple[ReceivedChunk, ...]:
+    def export_chunks(self) -> tuple[SharedChunk, ...]:
         """As VmmArena: descriptors that the caller closes."""
-        return tuple(
-            ReceivedChunk(os.dup(c.descriptor), c.offset, c.size_bytes) for c in self.chunks
-        )
+        return tuple(SharedChunk(os.dup(c.descriptor), c.offset, c.size_bytes) for c in self.chunks)
 
     def close(self) -> None:
         self._mapped.close()
@@ -100,7 +98,7 @@ class HostCopyEngine:
         self.stuck = False
         self.started_bytes = 0
 
-    def map(self, chunks: Sequence[ReceivedChunk]) -> MappedChunks:
+    def map(self, chunks: Sequence[SharedChunk]) -> MappedChunks:
         return MappedChunks(chunks)
 
     def copy(self, pairs: Sequence[tuple[Span, Span]]) -> Callable[[], bool]:

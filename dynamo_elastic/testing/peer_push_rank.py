@@ -18,14 +18,13 @@ from typing import Any
 import torch
 
 from dynamo_elastic.comm.base import MemoryKind, Span, TransferAgent
-from dynamo_elastic.comm.peer_link import ReceivedChunk
 from dynamo_elastic.comm.peer_push import CopyEngine, PeerAgent
 from dynamo_elastic.comm.tensor_digest import digest
 from dynamo_elastic.comm.transfer_plan import plan_dense
 from dynamo_elastic.comm.weights import Destination, Limits, push
 from dynamo_elastic.testing.expert_buffer_rank import serve
 from dynamo_elastic.testing.peer_push import HostCopyEngine, HostSharedArena
-from dynamo_elastic.types import Region, WorkerId
+from dynamo_elastic.types import Region, SharedChunk, WorkerId
 
 _FILL_AT_ONCE = 1 << 26
 
@@ -87,13 +86,11 @@ class PushRank:
         if self._device == "cpu":
             return HostCopyEngine()
         from dynamo_elastic.comm.cuda_copy import CudaCopyEngine
-        from dynamo_elastic.memory.base import Chunk
         from dynamo_elastic.memory.cuda_vmm import CudaVmm
         from dynamo_elastic.memory.vmm import ImportedArena
 
-        def mapper(chunks: Sequence[ReceivedChunk]) -> ImportedArena:
-            theirs = [Chunk(c.descriptor, c.offset, c.size_bytes) for c in chunks]
-            return ImportedArena(theirs, CudaVmm())
+        def mapper(chunks: Sequence[SharedChunk]) -> ImportedArena:
+            return ImportedArena(chunks, CudaVmm())
 
         return CudaCopyEngine(mapper)
 

@@ -14,13 +14,12 @@ from dynamo_elastic.comm.base import MemoryKind, Span, TransferAgent
 from dynamo_elastic.comm.cuda_copy import CudaCopyEngine
 from dynamo_elastic.comm.expert_rules import check_shape
 from dynamo_elastic.comm.nixl_ep import NixlExpertBuffer
-from dynamo_elastic.comm.peer_link import ReceivedChunk
 from dynamo_elastic.comm.peer_push import PeerAgent
 from dynamo_elastic.comm.tensor_digest import digest
 from dynamo_elastic.engine.launch import EngineSettings
 from dynamo_elastic.engine.reference.device import Executor
 from dynamo_elastic.engine.reference.experts import LocalExperts
-from dynamo_elastic.engine.reference.gpu_experts import stack_experts
+from dynamo_elastic.engine.reference.gpu_experts import NOBODY, stack_experts
 from dynamo_elastic.engine.reference.gpu_graphs import StepGraphs
 from dynamo_elastic.engine.reference.gpu_shape import buffer_shape
 from dynamo_elastic.engine.reference.gpu_steps import GpuExecutor, empty_table, tile_sizes
@@ -28,10 +27,9 @@ from dynamo_elastic.engine.reference.kv import KvCache
 from dynamo_elastic.engine.reference.model import Model, Weights
 from dynamo_elastic.engine.shape import ModelShape, read_shape
 from dynamo_elastic.errors import EngineError
-from dynamo_elastic.memory.base import Chunk
 from dynamo_elastic.memory.cuda_vmm import CudaVmm
 from dynamo_elastic.memory.vmm import ImportedArena, VmmArena
-from dynamo_elastic.types import Incarnation, Rank, Region
+from dynamo_elastic.types import Incarnation, Rank, Region, SharedChunk
 
 _PATTERN = 1 << 20
 """Numbers after which fill() begins again."""
@@ -80,9 +78,8 @@ class GpuDevice:
         agent.offer(Span(arena.address, arena.size_bytes, device), arena.export_chunks())
         return agent
 
-    def _map(self, chunks: Sequence[ReceivedChunk], device: int) -> ImportedArena:
-        pieces = [Chunk(c.descriptor, c.offset, c.size_bytes) for c in chunks]
-        arena = ImportedArena(pieces, self._driver, device=device)
+    def _map(self, chunks: Sequence[SharedChunk], device: int) -> ImportedArena:
+        arena = ImportedArena(chunks, self._driver, device=device)
         self._imported = [*(a for a in self._imported if a.mapped), arena]
         return arena
 
@@ -115,7 +112,7 @@ class GpuDevice:
     def _own_slots(self, shape: ModelShape) -> Tensor:
         """The first experts are in our slots, the others nowhere: for steps without peers."""
         slots = self._settings.slots_per_rank
-        row = torch.full((shape.num_experts,), -1, dtype=torch.int64)
+        row = torch.full((shape.num_experts,), NOBODY, dtype=torch.int64)
         own = min(slots, shape.num_experts)
         row[:own] = torch.arange(own) + self._seat * slots
         return row.expand(self._settings.batch_tokens, -1)

@@ -7,10 +7,11 @@ import torch
 
 from dynamo_elastic.errors import DeviceMemoryError, DeviceMemoryFull, ResourceMissing
 from dynamo_elastic.memory.arena import layout
-from dynamo_elastic.memory.base import ArenaLike, Chunk
+from dynamo_elastic.memory.base import ArenaLike
 from dynamo_elastic.memory.cuda_vmm import CudaVmm
 from dynamo_elastic.memory.vmm import ImportedArena, VmmArena, close_chunks
 from dynamo_elastic.testing.gpu_memory import GRANULARITY_BYTES, FakeVmm
+from dynamo_elastic.types import SharedChunk
 
 CHUNK_BYTES = 2 * GRANULARITY_BYTES
 REGIONS = layout([("w", 7 * GRANULARITY_BYTES - 5)])
@@ -96,8 +97,10 @@ def test_a_failed_export_or_import_leaves_no_descriptor() -> None:
     arena.close()
 
 
-@pytest.mark.parametrize("chunks", [[], [Chunk(0, 4, 4)], [Chunk(0, 0, 4), Chunk(0, 8, 4)]])
-def test_chunks_must_be_side_by_side(chunks: list[Chunk]) -> None:
+@pytest.mark.parametrize(
+    "chunks", [[], [SharedChunk(0, 4, 4)], [SharedChunk(0, 0, 4), SharedChunk(0, 8, 4)]]
+)
+def test_chunks_must_be_side_by_side(chunks: list[SharedChunk]) -> None:
     with pytest.raises(ValueError, match="chunk"):
         ImportedArena(chunks, FakeVmm())
 
