@@ -4,17 +4,42 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
+
+from dynamo_elastic.errors import ElasticError
 
 KILL_AT = "DYNAMO_ELASTIC_FAILPOINT"
 """Environment: kill this process, every time, at the failpoint of this name."""
 
 KILL_ONCE_DIR = "DYNAMO_ELASTIC_FAILPOINT_DIR"
-"""Environment: kill this process at a failpoint for which a file exists in this directory, and
-consume the file. The file is named like the failpoint, or '<scope>:<failpoint>'."""
+"""Environment: at a failpoint for which a file exists in this directory, consume the file, and do
+to this process what it holds: an Act and its seconds, or nothing, which is to kill it. The file is
+named like the failpoint, or '<scope>:<failpoint>'."""
+
+HITS_FILE = "hits.log"
+"""In that directory: a line for each failpoint that was hit, 'scope failpoint act'."""
 
 _hook: Callable[[str], None] | None = None
+
+
+class Act(StrEnum):
+    """What can be done to a real process at a failpoint."""
+
+    KILL = "kill"
+    STOP = "stop"
+    """SIGSTOP, and SIGCONT after so many seconds."""
+    ERROR = "error"
+    """FailpointError is raised."""
+    DELAY = "delay"
+    """The thread sleeps for so many seconds."""
+
+
+class FailpointError(ElasticError):
+    """Raised by a failpoint because a test wants it so."""
 
 
 def failpoint(name: str) -> None:
@@ -36,16 +61,34 @@ def arm_from_environment(scope: str = "") -> None:
     if name:
         set_hook(lambda at: _die() if at == name else None)
     elif directory:
-        set_hook(lambda at: _die_once(Path(directory), scope, at))
+        set_hook(lambda at: _act_once(Path(directory), scope, at))
 
 
-def _die_once(directory: Path, scope: str, name: str) -> None:
+def _act_once(directory: Path, scope: str, name: str) -> None:
     for file in (directory / name, directory / f"{scope}:{name}"):
         try:
+            what, _, seconds = file.read_text().partition(" ")
             file.unlink()
         except FileNotFoundError:
             continue
+        act = Act(what or Act.KILL)
+        with (directory / HITS_FILE).open("a") as hits:
+            hits.write(f"{scope} {name} {act}\n")
+        _do(act, name, float(seconds or 0))
+
+
+def _do(act: Act, name: str, seconds: float) -> None:
+    if act is Act.KILL:
         _die()
+    elif act is Act.STOP:
+        # Nobody else may know this process by the pid that it sees itself.
+        waker = f"(sleep {seconds:g}; kill -CONT {os.getpid()}) &"
+        subprocess.run(["sh", "-c", waker], check=True, close_fds=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif act is Act.DELAY:
+        time.sleep(seconds)
+    else:
+        raise FailpointError(f"a test wants {name} to fail")
 
 
 def _die() -> None:
