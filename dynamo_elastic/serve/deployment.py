@@ -30,6 +30,8 @@ from dynamo_elastic.serve.ready import http_ok, model_listed
 log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
+Adapt = Callable[[ProcessSpec], ProcessSpec]
+"""What is to be started, instead of what `serve` would start."""
 
 _START_TIMEOUT_S = 30.0
 _PLANNER_TIMEOUT_S = 90.0
@@ -59,20 +61,26 @@ class Deployment:
 class _Builder:
     """Starts processes and registers, right after each start, how it is undone."""
 
-    def __init__(self, config: DeploymentConfig, stack: AsyncExitStack, say: Say) -> None:
+    def __init__(
+        self, config: DeploymentConfig, stack: AsyncExitStack, say: Say, adapt: Adapt
+    ) -> None:
         self.config = config
         self.stack = stack
         self.say = say
+        self.adapt = adapt
         self.supervisor = Supervisor()
 
     async def launch(self, spec: ProcessSpec, ready: Ready | None, timeout_s: float) -> None:
         self.stack.push_async_callback(self.supervisor.stop, spec.name)
-        await self.supervisor.start(spec, ready, timeout_s=timeout_s)
+        await self.supervisor.start(self.adapt(spec), ready, timeout_s=timeout_s)
 
 
 @asynccontextmanager
-async def running(config: DeploymentConfig, say: Say) -> AsyncIterator[Deployment]:
-    """Bring a deployment up to its initial ranks; take all of it down on leaving.
+async def running(
+    config: DeploymentConfig, say: Say, adapt: Adapt = lambda spec: spec
+) -> AsyncIterator[Deployment]:
+    """Bring a deployment up to its initial ranks; take all of it down on leaving. Tests `adapt`
+    its processes.
 
     Raises ConfigError (nothing was started), or ElasticError if a part does not come up; what had
     been started is stopped again, newest first.
@@ -81,7 +89,7 @@ async def running(config: DeploymentConfig, say: Say) -> AsyncIterator[Deploymen
     num_experts = check_host(config)
     async with AsyncExitStack() as stack:
         state_dir = stack.enter_context(state_directory(config))
-        builder = _Builder(config, stack, say)
+        builder = _Builder(config, stack, say, adapt)
         store, keys = await _open_store(builder), Keys(config.deployment)
         await _own(builder, store, keys)
         await _make_images(config, say)
