@@ -25,6 +25,7 @@ from dynamo_elastic.comm.base import Span
 from dynamo_elastic.comm.graph_index import Changes, GraphIndex
 from dynamo_elastic.comm.graph_values import Node, NodeKind, Probe, derive
 from dynamo_elastic.errors import RebindFailed, RebindRefused
+from dynamo_elastic.failpoints import failpoint
 
 G = TypeVar("G", contravariant=True)
 
@@ -98,6 +99,7 @@ class GraphRebinder:
             raise RebindRefused("an earlier rebind of these graphs failed half-way")
         substitution = derive(self._probe, probe)
         changes = self._index.plan(substitution)
+        failpoint("rebind.planned")
         self._broken = True
         self._write(changes)
         self._broken = False
@@ -115,6 +117,7 @@ class GraphRebinder:
 
     def _write(self, changes: Changes) -> None:
         for (graph, index), values in changes.items():
+            failpoint("rebind.before_node")
             self._graphs[graph].write(index, values)
 
 

@@ -14,6 +14,7 @@ from enum import IntEnum
 from dynamo_elastic.comm.link import Frame, Link
 from dynamo_elastic.comm.mesh import Seat, connect_mesh, listen
 from dynamo_elastic.errors import PeerLost
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.types import Epoch, Rank
 
 LOOPBACK = "127.0.0.1"
@@ -66,9 +67,11 @@ class HostExpertGroup:
         with self._in_use:
             if self._closed:
                 raise PeerLost(sorted(self._seat.others))
+            failpoint("group.before_connect")
             sockets = connect_mesh(self._listener, self._seat, addresses, timeout_s=timeout_s)
             self._links = {rank: Link(sock) for rank, sock in sorted(sockets.items())}
             self._listener.close()
+        failpoint("group.connected")
 
     def arrived(self, ranks: Sequence[Rank]) -> bool:
         if not self._in_use.acquire(blocking=False):

@@ -23,6 +23,7 @@ from dynamo_elastic.comm.expert_rules import (
     PeerState,
 )
 from dynamo_elastic.errors import PeerUnreachable, ResourceMissing
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.types import Rank
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class NixlExpertBuffer:
         base = self._native.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
         self._memory = Span(base.data_ptr(), size_bytes, self._device)
         self._mask = torch.zeros(shape.capacity, dtype=torch.int32, device="cuda")
+        failpoint("buffer.made")
 
     @property
     def rank(self) -> Rank:
@@ -97,9 +99,11 @@ class NixlExpertBuffer:
         if not peers:
             return
         self._book.connecting(peers)
+        failpoint("buffer.before_connect")
         failure = self._beside(lambda: self._connect(peers), timeout_s)
         if failure is None:
             self._book.move(peers, PeerState.CONNECTED)
+            failpoint("buffer.connected")
             return
         self._book.move(peers, PeerState.BROKEN)
         if isinstance(failure, TimeoutError):
@@ -129,16 +133,19 @@ class NixlExpertBuffer:
         return failure[0] if failure else None
 
     def activate(self, ranks: Collection[Rank]) -> None:
+        failpoint("buffer.before_activate")
         self._book.switching(ranks, PeerState.ACTIVE, "activate")
         for rank in ranks:
             self._native.update_mask_buffer(rank, False)
 
     def deactivate(self, ranks: Collection[Rank]) -> None:
+        failpoint("buffer.before_deactivate")
         self._book.switching(ranks, PeerState.CONNECTED, "deactivate")
         for rank in ranks:
             self._native.update_mask_buffer(rank, True)
 
     def disconnect(self, ranks: Collection[Rank]) -> None:
+        failpoint("buffer.before_disconnect")
         broken = self._book.ranks(PeerState.BROKEN).intersection(ranks)
         self._book.switching(ranks, PeerState.ABSENT, "disconnect")
         if whole := [rank for rank in ranks if rank not in broken]:
@@ -192,6 +199,7 @@ class NixlExpertBuffer:
     def destroy(self, *, released_by: Collection[Rank]) -> None:
         if self._native is None:
             return
+        failpoint("buffer.before_destroy")
         self._book.destroying(released_by)
         native, self._native = self._native, None
         if self._connecting is not None and self._connecting.is_alive():

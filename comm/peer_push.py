@@ -27,6 +27,7 @@ from dynamo_elastic.comm.peer_link import (
     send_chunks,
 )
 from dynamo_elastic.errors import DeviceMemoryError, TransferError
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.types import SharedChunk
 
 log = logging.getLogger(__name__)
@@ -187,6 +188,7 @@ class PeerAgent:
             if sum(c.size_bytes for c in chunks) < arena.size_bytes:
                 connection.close()
                 raise OSError("it offers less memory than it said")
+            failpoint("transfer.before_map")
             try:
                 return _Remote(arena, self._engine.map(chunks), connection)
             except DeviceMemoryError:

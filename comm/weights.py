@@ -81,6 +81,7 @@ def push(
             failpoint("weights.before_chunk")
             sender.post(batch)
         sender.finish()
+        failpoint("weights.landed")
     finally:
         sender.release()
     return sum(c.size_bytes for c in chunks)

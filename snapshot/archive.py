@@ -29,6 +29,7 @@ def export_image(catalog: Catalog, image_id: str, target: Path) -> Manifest:
         directory = catalog.verify(manifest)
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for name in (MANIFEST_FILE, *(f.name for f in manifest.files)):
+                failpoint("catalog.export.before_file")
                 archive.add(directory / name, f"{image_id}/{name}", recursive=False)
     return manifest
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from dynamo_elastic.errors import IllegalTransition
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.snapshot.process import ProcessRef, command
 
 BOOT_LOG = "boot.log"
@@ -259,7 +260,8 @@ RESTORE_MOVES: Moves[RestorePhase] = _chain(
 
 
 class Track(Generic[P]):
-    """Walks one machine, tells `notify` of each phase as it begins, and times them."""
+    """Walks one machine, tells `notify` of each phase as it begins, and times them. With a name
+    there is a failpoint at the beginning of each phase that may fail."""
 
     def __init__(
         self,
@@ -267,7 +269,10 @@ class Track(Generic[P]):
         start: P,
         notify: Notify[P] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        name: str = "",
     ) -> None:
+        self._name = name
         self._moves: Moves[P] = moves
         self._notify: Notify[P] | None = notify
         self._clock = clock
@@ -283,6 +288,8 @@ class Track(Generic[P]):
         self.phase, self._since = phase, self._clock()
         if self._notify is not None:
             self._notify(phase)
+        if self._name and self._moves[phase]:
+            failpoint(f"{self._name}.{phase}")
 
     def timings_s(self) -> dict[str, float]:
         """Seconds by phase, the one under way included."""

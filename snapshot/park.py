@@ -53,6 +53,7 @@ def park(
     deadline: it was killed.
     """
     deadline = time.monotonic() + timeout_s
+    failpoint("park.begin")
     frozen = cuda_processes(process, driver)
     check_parkable(frozen, engine)
     device_bytes = devices_of_all(inventory, frozen)
@@ -60,6 +61,7 @@ def park(
     failpoint("park.frozen")
     began = time.monotonic()
     _wait_released(frozen, inventory, deadline, kill)
+    failpoint("park.released")
     return ParkedReport(
         process=process,
         frozen=frozen,

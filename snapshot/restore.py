@@ -59,7 +59,7 @@ def restore_snapshot(
     CudaError or ProcessesLost, and nothing is left running.
     """
     deadline = time.monotonic() + timeout_s
-    track = Track(RESTORE_MOVES, RestorePhase.START, notify)
+    track = Track(RESTORE_MOVES, RestorePhase.START, notify, name="restore")
     try:
         track.to(RestorePhase.COMPARE)
         differences = mismatches(manifest.fingerprint, here)

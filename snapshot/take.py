@@ -86,7 +86,7 @@ def take_snapshot(
     end with us; directories that stay are removed by remove_abandoned() and
     Catalog.remove_partials().
     """
-    track = Track(TAKE_MOVES, TakePhase.START, notify)
+    track = Track(TAKE_MOVES, TakePhase.START, notify, name="take")
     try:
         return _take(request, catalog, imager, make_namespace, gpu, track)
     except BaseException:

@@ -86,6 +86,7 @@ async def park_engine(
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     write_record(control_dir, record.leaving())
+    failpoint("agent.before_detach")
     (control_dir / DETACHED_FILE).unlink(missing_ok=True)
     await _detach(control_dir / SOCKET_FILE, timeout_s=timeout_s * _DETACH_SHARE)
     failpoint("agent.engine_detached")
@@ -113,7 +114,9 @@ async def park_engine(
 async def unpark_engine(parked: ParkedRecord, gpu: Gpu, *, timeout_s: float) -> None:
     """It has its GPU again, and polls for an identity. Tried once: whatever this raises, the
     process is of no use any more."""
+    failpoint("agent.before_unpark")
     await asyncio.to_thread(unpark, parked.report, gpu.driver, gpu.inventory, timeout_s=timeout_s)
+    failpoint("agent.unparked")
 
 
 async def _detach(socket_path: Path, *, timeout_s: float) -> None:

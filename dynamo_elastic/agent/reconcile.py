@@ -19,6 +19,7 @@ from dynamo_elastic.agent.records import (
 )
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.errors import ElasticError
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.snapshot.locks import remove_abandoned
 from dynamo_elastic.snapshot.process import alive
 
@@ -46,6 +47,7 @@ def reconcile(
     found = Reconciled()
     for slot in _known_slots(config):
         control_dir = config.control_dir(slot)
+        failpoint("agent.before_adopt")
         record, parked = read_record(control_dir), read_parked(control_dir)
         refusal = _refusal(record, parked, host, judge, wanted=slot < config.scale.max_ranks)
         last = record or parked

@@ -18,6 +18,7 @@ from dynamo_elastic.agent.slot import Slot
 from dynamo_elastic.agent.start import Starter, StartRequest, end_process
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.errors import ElasticError, EngineError
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.metrics import Metrics
 from dynamo_elastic.snapshot.process import alive, kill_session
 from dynamo_elastic.types import Incarnation
@@ -228,7 +229,9 @@ class Slots:
 
     async def _finish(self, slot: Slot, record: EngineRecord | ParkedRecord) -> None:
         slot.unwatch()
+        failpoint("agent.before_end")
         await end_process(record.process)
+        failpoint("agent.engine_ended")
         self._forget(slot)
 
     def _watch(self, slot: Slot) -> None:

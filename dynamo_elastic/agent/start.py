@@ -119,6 +119,7 @@ class Starter:
         control_dir = self._config.control_dir(request.slot)
         incarnation = Incarnation(f"{request.lease.worker_id}-{secrets.token_hex(4)}")
         attach = self._attach(request, incarnation)
+        failpoint("agent.before_start")
         async with AsyncExitStack() as undo:
             undo.callback(self._images.release, request.slot)
             undo.callback(clear, control_dir)
@@ -148,7 +149,9 @@ class Starter:
                 await self._until_detached(request, record, parked)
             # Not before it is back on its GPU: CUDA, called by a process that is not, faults.
             write_attach(control_dir, attach)
+            failpoint("agent.attached")
             await self._wait_answer(request, record)
+            failpoint("agent.engine_answered")
             record = record.ready(asyncio.get_running_loop().time() - request.began)
             write_record(control_dir, record)
             undo.pop_all()

@@ -20,6 +20,7 @@ from dynamo_elastic.coordinator.records import (
 )
 from dynamo_elastic.coordinator.store import Guard, Put, Versioned
 from dynamo_elastic.errors import LeadershipLost, StoreUnavailable
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.phases import Step
 from dynamo_elastic.types import Epoch, OperationId, WorkerId
 
@@ -97,6 +98,7 @@ class Commander:
                     if not sent:
                         waiting.seq = await self._send(order, under, watch.snapshot)
                         sent = True
+                        failpoint(f"scale.{order.step}.commanded")
                     waiting.look({v.key: v.value for v in watch.snapshot})
                     if waiting.over():
                         return

@@ -43,6 +43,7 @@ from dynamo_elastic.errors import (
     SessionLost,
     StoreError,
 )
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.topology import EngineShape
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ class _Term:
 
     async def lead(self) -> None:
         """Recover what was left behind, then act on every change. Never returns."""
+        failpoint("coordinator.elected")
         recovered = await self._scaler.recover()
         if recovered is not None:
             log.info("recovered %s: %s", recovered.operation_id, recovered.phase)
@@ -174,6 +176,7 @@ class _Term:
     async def _answer(self, answer: Answer, status: Status) -> None:
         """Store the answer, and the width in force as target if it is to be restored, unless a
         newer target has come meanwhile: then that one is looked at instead."""
+        failpoint("coordinator.before_answer")
         log.info(
             "target %d: %s %s", answer.outcome.ranks, answer.outcome.status, answer.outcome.reason
         )

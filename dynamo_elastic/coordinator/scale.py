@@ -66,7 +66,9 @@ class Scaler:
         in force), GuardFailed (`status` was outdated: nothing happened), or LeadershipLost or
         StoreError (the operation stays as it is stored; the next leader recovers it).
         """
+        failpoint("scale.before_open")
         journal = await Journal.open(self.fenced, self.keys, self._record(request, status), status)
+        failpoint("scale.opened")
         return await self._operation(journal).run()
 
     def _record(self, request: ScaleRequest, status: Status) -> OperationRecord:
@@ -97,6 +99,7 @@ class Scaler:
 
         The stored epochs decide: at the new one it goes forward, else it is undone.
         """
+        failpoint("scale.before_recover")
         status = await read_status(self.fenced.store, self.keys)
         journal = await Journal.resume(self.fenced, self.keys, status)
         if journal is None:
@@ -176,6 +179,7 @@ class _Operation:
     async def _close(self, phase: Phase) -> OperationRecord:
         failpoint("scale.before_close")
         await self._progress.close(phase)
+        failpoint("scale.closed")
         return self._progress.record
 
     def _specs(self, first: Phase) -> Sequence[PhaseSpec]:

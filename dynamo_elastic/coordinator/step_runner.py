@@ -14,6 +14,7 @@ from dynamo_elastic.coordinator.progress import Progress
 from dynamo_elastic.coordinator.records import AckRecord, to_json
 from dynamo_elastic.coordinator.steps import Digests
 from dynamo_elastic.errors import ParticipantFailed, PhaseTimeout, TargetRefused
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.phases import Step, Who
 from dynamo_elastic.topology import ExpertMove, Topology, move_rounds
 from dynamo_elastic.types import WorkerId
@@ -90,6 +91,7 @@ class StepRunner:
             served = record.current or record.plan.before
             progress.update(served=served, lost=(*record.lost, *unsure))
             await progress.save()
+        failpoint("scale.before_withdraw")
         await self._withdraw()
 
     async def _withdraw(self) -> None:
@@ -137,6 +139,7 @@ class StepRunner:
             routing = replace(round_.routing, placement=current.placement + 1)
             # Stored before anybody routes by it: true whatever becomes of this round.
             await self._save_current(routing)
+            failpoint("scale.before_round")
             # Who routes by what before the first round is not known after a recovery or an abort.
             if routed is None or routed.members != routing.members:
                 await self._install(members, routing, {})

@@ -10,6 +10,7 @@ import msgspec
 
 from dynamo_elastic.engine.base import Engine
 from dynamo_elastic.errors import EngineError
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.ipc import Handler
 
 CALLS = (
@@ -57,6 +58,7 @@ def _handler(name: str, method: Callable[..., Awaitable[Any]]) -> Handler:
             values = {n: msgspec.convert(params[n], hints[n], str_keys=True) for n in names}
         except msgspec.ValidationError as exc:
             raise EngineError(f"{name}: {exc}") from exc
+        failpoint(f"engine.{name}")
         return msgspec.to_builtins(await method(**values), str_keys=True)
 
     return handle

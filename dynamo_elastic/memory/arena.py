@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.types import Region
 
 ALIGN_BYTES = 64
@@ -98,6 +99,7 @@ class HostArena:
 
     def discard(self) -> None:
         """Give the pages back: contents are zero after this, addresses and tensors stay valid."""
+        failpoint("memory.before_discard")
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def populate(self) -> None:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 import torch
 
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.memory.arena import typed_view
 from dynamo_elastic.memory.base import VmmDriver
 from dynamo_elastic.types import Region, SharedChunk
@@ -124,6 +125,7 @@ class VmmArena:
     def discard(self) -> None:
         """Wait for the device, then give all its memory back; addresses and tensors stay. Memory
         that a peer has mapped goes once the peer has let go of it. Idempotent."""
+        failpoint("memory.before_discard")
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             self._driver.synchronize(self._device)
@@ -140,6 +142,7 @@ class VmmArena:
             for offset in range(0, self._size_bytes, self._chunk_bytes):
                 size_bytes = min(self._chunk_bytes, self._size_bytes - offset)
                 mapping.add(self._driver.create(size_bytes, self._device), size_bytes)
+            failpoint("memory.before_access")
             mapping.allow()
             undo.pop_all()
         self._mapping = mapping

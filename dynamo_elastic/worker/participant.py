@@ -242,6 +242,7 @@ class Participant:
 
     async def decided(self, topology: Topology) -> None:
         """`topology` is in force: a member's engine may switch to its epoch. Raises EngineError."""
+        failpoint("worker.decided")
         if self._slot.engine is not None and topology.rank_of(self._parts.worker_id) is not None:
             await self._slot.engine.decide(topology.epoch)
 
@@ -253,6 +254,7 @@ class Participant:
         if self._placed(topology):
             self._seated = True
         elif self._seated and not self._leaves():
+            failpoint("worker.evicted")
             log.warning("evicted: epoch %d is in force without this engine", topology.epoch)
             await self._release()
 
@@ -285,6 +287,7 @@ class Participant:
         The operation that it may have been leaving in has given it up: if that is to have its
         rank, it evicts it.
         """
+        failpoint("worker.resumes")
         topology = await self._in_force()
         if not self._placed(topology):
             await self._release()
@@ -300,6 +303,7 @@ class Participant:
 
         What it could not undo here raises EngineError or StoreError, and may be tried again.
         """
+        failpoint("worker.settles")
         last = await self._parts.store.get(self._parts.keys.last)
         if last is not None and decode(OperationRecord, last.value).served is not None:
             return  # its decision was withdrawn: the operation that supersedes it says what to do
@@ -319,6 +323,7 @@ class Participant:
         try:
             async with self._registrar_lock:
                 self._card = None
+                failpoint("registration.before_unregister")
                 await self._parts.registrar.unregister()
         except RegistrationFailed as exc:
             log.warning("the instance goes when its lease does: %s", exc)
@@ -378,6 +383,7 @@ class Participant:
         self._desk.open(self._attached())
         async with self._registrar_lock:
             self._card = card = self._data(topology)
+            failpoint("registration.before_register")
             return await self._parts.registrar.register(card)
 
     def _data(self, topology: Topology) -> dict[str, str]:

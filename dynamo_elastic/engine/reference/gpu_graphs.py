@@ -16,6 +16,7 @@ from dynamo_elastic.engine.reference.gpu_experts import BufferExperts, ExpertSta
 from dynamo_elastic.engine.reference.kv import BLOCK_TOKENS, KvCache
 from dynamo_elastic.engine.reference.model import Model, Routing, Row, pack, tile_columns
 from dynamo_elastic.errors import RebindFailed, RebindRefused
+from dynamo_elastic.failpoints import failpoint
 
 _TOLERANCE = 0.02
 """Relative error of a replay against the same step without a graph: bf16 rounding."""
@@ -61,9 +62,11 @@ class StepGraphs:
         }
         try:
             how = self._rebind(buffer, experts)
+            failpoint("graphs.before_check")
             self._check(experts)
         except (RebindRefused, RebindFailed) as exc:
             _log.warning("graphs are captured again: %s", exc)
+            failpoint("graphs.before_capture")
             how = self._capture(buffer, experts)
             self._check(experts)
         _log.info("%s in %.0f ms", how, (time.monotonic() - began_s) * 1e3)

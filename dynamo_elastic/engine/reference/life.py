@@ -33,6 +33,7 @@ def live(engine: WarmEngine, attach: Attach) -> None:
     with _identity(attach):
         began_s = time.monotonic()
         engine.populate()
+        failpoint("engine.populated")
         prove(engine)
         executor = engine.device.executor(engine.model, engine.cache, engine.local)
         proven_s = time.monotonic()
@@ -43,7 +44,9 @@ def live(engine: WarmEngine, attach: Attach) -> None:
             (proven_s - began_s) * 1e3,
             (time.monotonic() - proven_s) * 1e3,
         )
+        failpoint("engine.proven")
         _serve(engine, attach, own, executor)
+        failpoint("engine.detached")
         _log.info("%s is detached", attach.incarnation)
 
 

@@ -15,7 +15,7 @@ from dynamo_elastic.engine.reference.boot import detach, wait_attach, warm_up
 from dynamo_elastic.engine.reference.life import live
 from dynamo_elastic.engine.renew import adopt_standard_files
 from dynamo_elastic.errors import ElasticError
-from dynamo_elastic.failpoints import arm_from_environment
+from dynamo_elastic.failpoints import arm_from_environment, failpoint
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -40,6 +40,7 @@ def run(began_s: float) -> None:
         parts["model"] = time.monotonic() - began_s - sum(parts.values())
         engine.device.warm_up()
         parts["transport"] = time.monotonic() - began_s - sum(parts.values())
+        failpoint("engine.warm")
         while True:
             detach(engine, parts)
             attach = msgspec.convert(wait_attach(settings.control_dir), Attach)

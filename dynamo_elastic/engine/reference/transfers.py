@@ -11,6 +11,7 @@ from dynamo_elastic.comm.weights import Destination, Limits, push
 from dynamo_elastic.engine.reference.layout import DENSE
 from dynamo_elastic.engine.reference.model import Weights
 from dynamo_elastic.errors import EngineError
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.types import Region, WorkerId
 
 CHUNK_BYTES = {MemoryKind.DRAM: 1 << 20, MemoryKind.VRAM: 256 << 20}
@@ -56,6 +57,7 @@ class Transfers:
                 f"{worker_id} has {endpoint['size_bytes']} bytes of weights, this rank "
                 f"{self._span.size_bytes}: their settings or models differ"
             )
+        failpoint("transfer.before_peer")
         name = self._agent.add_remote(bytes.fromhex(endpoint["agent"]))
         before = self._peers.get(worker_id)
         if before is not None and before.agent_name != name:
@@ -88,7 +90,7 @@ class Transfers:
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """Digests of own regions. Raises EngineError for a name that there is not."""
         try:
-            return {name: self.weights.digest(name) for name in names}
+            return self.weights.digests(names)
         except KeyError as exc:
             raise EngineError(f"there is no region {exc}") from exc
 

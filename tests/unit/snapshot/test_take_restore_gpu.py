@@ -252,7 +252,9 @@ def test_failpoints_stand_at_every_step(world: SnapshotWorld) -> None:
         set_hook(None)
     steps = [name for name in seen if not name.startswith("catalog.")]
     assert steps == [
-        *("cuda.lock", "cuda.checkpoint", "take.frozen", "take.dumped"),
+        *("take.boot", "take.inspect", "take.freeze"),
+        *("cuda.lock", "cuda.checkpoint", "take.frozen", "take.dump", "take.dumped", "take.store"),
+        *("restore.compare", "restore.verify", "restore.restore", "restore.thaw"),
         *("restore.before_thaw", "cuda.restore", "cuda.unlock", "restore.thawed"),
     ]
 
