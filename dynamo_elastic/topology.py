@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 
 from dynamo_elastic.errors import TargetRefused
 from dynamo_elastic.phases import Kind
@@ -159,15 +160,18 @@ class ScalePlan:
 
     @property
     def joiners(self) -> tuple[WorkerId, ...]:
-        return tuple(w for w in self.after.worker_ids if w not in self.before.worker_ids)
+        before = set(self.before.worker_ids)
+        return tuple(w for w in self.after.worker_ids if w not in before)
 
     @property
     def leavers(self) -> tuple[WorkerId, ...]:
-        return tuple(w for w in self.before.worker_ids if w not in self.after.worker_ids)
+        after = set(self.after.worker_ids)
+        return tuple(w for w in self.before.worker_ids if w not in after)
 
     @property
     def retained(self) -> tuple[WorkerId, ...]:
-        return tuple(w for w in self.after.worker_ids if w in self.before.worker_ids)
+        before = set(self.before.worker_ids)
+        return tuple(w for w in self.after.worker_ids if w in before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +198,11 @@ def plan_scale(given: PlanInput) -> ScalePlan:
     before, target = given.before, given.target
     alive = [m for m in before.members if m.worker_id not in given.lost]
     first_to_stay = sorted(alive, key=lambda m: m.worker_id == given.leaving)
-    kept = [m for m in alive if m in first_to_stay[:target]]
+    staying = {m.worker_id for m in first_to_stay[:target]}
+    kept = [m for m in alive if m.worker_id in staying]
     need = target - len(kept)
-    fresh = [w for w in given.candidates if w not in before.worker_ids]
+    known = set(before.worker_ids)
+    fresh = [w for w in given.candidates if w not in known]
     if need > len(fresh):
         raise TargetRefused(
             f"target {target}: {need} joiners are needed, {len(fresh)} slots are free"
@@ -271,9 +277,11 @@ def _drop_surplus(slots: list[list[int]], quota: Mapping[int, int]) -> None:
     """Free the slots of experts with more replicas than their quota, fullest ranks first."""
     count = Counter(e for row in slots for e in row if e != EMPTY)
     for e, n in sorted(count.items()):
+        if n <= quota[e]:
+            continue
         holders = [r for r, row in enumerate(slots) if e in row]
         holders.sort(key=lambda r: (-sum(x != EMPTY for x in slots[r]), r))
-        for r in holders[: max(0, n - quota[e])]:
+        for r in holders[: n - quota[e]]:
             slots[r][slots[r].index(e)] = EMPTY
 
 
@@ -287,13 +295,37 @@ def _fill(slots: list[list[int]], quota: Mapping[int, int]) -> None:
     missing = sorted(
         (e for e in quota for _ in range(quota[e] - count[e])), key=lambda e: (count[e], e)
     )
+    # A heap of ranks with room, the emptiest first: a thousand ranks are not looked at for each.
+    emptiest = [(-row.count(EMPTY), r) for r, row in enumerate(slots) if EMPTY in row]
+    heapify(emptiest)
     for e in missing:
-        room = [r for r, row in enumerate(slots) if EMPTY in row and e not in row]
-        if room:
-            r = max(room, key=lambda r: (slots[r].count(EMPTY), -r))
-            slots[r][slots[r].index(EMPTY)] = e
-        else:
+        r = _roomiest_without(emptiest, slots, e)
+        if r is None:
             _swap_in(slots, e)
+            emptiest = [(-row.count(EMPTY), r) for r, row in enumerate(slots) if EMPTY in row]
+            heapify(emptiest)
+            continue
+        slots[r][slots[r].index(EMPTY)] = e
+        if EMPTY in slots[r]:
+            heappush(emptiest, (-slots[r].count(EMPTY), r))
+
+
+def _roomiest_without(
+    emptiest: list[tuple[int, int]], slots: Sequence[Sequence[int]], expert: int
+) -> int | None:
+    """Take the rank with most room that does not hold `expert` off the heap, None if there is
+    none."""
+    holders = []
+    try:
+        while emptiest:
+            entry = heappop(emptiest)
+            if expert not in slots[entry[1]]:
+                return entry[1]
+            holders.append(entry)
+        return None
+    finally:
+        for entry in holders:
+            heappush(emptiest, entry)
 
 
 def _swap_in(slots: list[list[int]], expert: int) -> None:
@@ -363,12 +395,18 @@ def _safe_round(
     """As many of `pending` as leave each expert a holder that is not being overwritten."""
     rows = {m.worker_id: list(m.experts) for m in current.members}
     taken: list[tuple[WorkerId, int]] = []
+    held = Counter(e for row in rows.values() for e in set(row) if e != EMPTY)
     for worker, slot in pending:
         old = rows[worker][slot]
-        if old == EMPTY or sum(old in row for row in rows.values()) > 1:
+        if old == EMPTY or held[old] > 1:
             rows[worker][slot] = EMPTY
+            held[old] -= old not in rows[worker]
             taken.append((worker, slot))
     routing = _with_rows(current, rows)
+    holders: dict[int, list[WorkerId]] = {}
+    for worker, row in rows.items():
+        for expert in dict.fromkeys(row):
+            holders.setdefault(expert, []).append(worker)
     load: Counter[WorkerId] = Counter()
     moves: list[ExpertMove] = []
     result = {w: list(row) for w, row in rows.items()}
@@ -376,7 +414,7 @@ def _safe_round(
         expert = wanted[worker][slot]
         if expert == EMPTY:
             continue
-        sources = [w for w, row in rows.items() if expert in row and w != worker]
+        sources = [w for w in holders.get(expert, ()) if w != worker]
         if not sources:
             raise TargetRefused(f"expert {expert} has no holder to copy it from")
         source = min(sources, key=lambda w: (load[w], w))

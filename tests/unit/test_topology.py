@@ -173,3 +173,15 @@ def check_rounds(before: Topology, after: Topology, num_experts: int) -> None:
         current = step.result
     held = {m.worker_id: m.experts for m in current.members}
     assert all(held[m.worker_id] == m.experts for m in after.members)
+
+
+def test_a_thousand_ranks_are_planned_and_levelled() -> None:
+    shape = EngineShape(256, 8)
+    slots = [WorkerId(f"slot{i}") for i in range(1000)]
+    boot = plan_scale(PlanInput(Topology(Epoch(0)), 750, Epoch(1), shape, slots))
+    up = plan_scale(PlanInput(boot.after, 1000, Epoch(2), shape, slots))
+    assert up.joiners == tuple(slots[750:])
+    replicas = Counter(e for m in up.settled.members for e in m.experts)
+    assert max(replicas.values()) - min(replicas.values()) <= 1
+    rounds = move_rounds(up.after, up.settled)
+    assert rounds[-1].result.members == up.settled.members
