@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_elastic.coordinator.fenced import FencedStore
+from dynamo_elastic.coordinator.payloads import named
 from dynamo_elastic.coordinator.records import (
     AckRecord,
     AckStatus,
@@ -29,14 +30,25 @@ log = logging.getLogger(__name__)
 _GRACE_S = 1.0
 """A participant's own deadline passes so much before ours: a reason is worth more than silence."""
 _REWATCH_PAUSE_S = 0.1
+_MOST_COMMANDS = 100
+_MOST_BYTES = 1 << 20
+"""In one transaction: etcd takes 128 writes and 1.5 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """What a step says: to each worker for itself, and to all of them."""
+
+    own: Mapping[WorkerId, dict[str, Any]]
+    common: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One step for some workers, each with its payload."""
+    """One step for the workers of `bodies.own`."""
 
     step: Step
-    payloads: Mapping[WorkerId, dict[str, Any]]
+    bodies: Bodies
     timeout_s: float
     fail_fast: bool
     """Return at the first failure: the rest does not matter any more."""
@@ -53,6 +65,8 @@ class Answers:
     """Its lease ran out, or its engine is gone."""
     silent: tuple[WorkerId, ...] = ()
     """Did not answer before the deadline."""
+    acks: dict[WorkerId, AckRecord] = field(default_factory=dict)
+    """Every answer, done and failed."""
 
 
 class Commander:
@@ -79,10 +93,10 @@ class Commander:
             async with asyncio.timeout_at(deadline_s):
                 await self._converse(order, under, waiting)
         except TimeoutError:
-            waiting.answers.silent = tuple(waiting.unanswered())
+            waiting.answers.silent = tuple(waiting.unanswered)
         answers = waiting.answers
         # By rank, not by who was faster.
-        answers.done = {w: answers.done[w] for w in order.payloads if w in answers.done}
+        answers.done = {w: answers.done[w] for w in order.bodies.own if w in answers.done}
         return answers
 
     async def _converse(self, order: Order, under: Guard, waiting: _Waiting) -> None:
@@ -112,41 +126,67 @@ class Commander:
             await self._fenced.check()
 
     async def _send(self, order: Order, under: Guard, snapshot: Sequence[Versioned]) -> int:
-        stored = [v for v in snapshot if v.key.startswith(self._keys.commands)]
-        revisions = {v.key: v.mod_revision for v in stored}
-        # Commands of a coordinator before us count: the sequence is the operation's.
-        before = [decode(CommandRecord, v.value) for v in stored]
-        seqs = [c.seq for c in before if c.operation_id == self._operation_id]
-        self._seq = seq = max([self._seq, *seqs]) + 1
-        commands = {
-            self._keys.command(worker): CommandRecord(
-                self._operation_id,
-                self._epoch,
-                self._fenced.token,
-                seq,
-                order.step,
-                order.timeout_s,
-                payload,
+        """Write the common payload, if it is not there yet, and then the commands, in as many
+        transactions as it takes: who is commanded late is late, no more."""
+        revisions = {v.key: v.mod_revision for v in snapshot}
+        if not self._seq:
+            # Commands of a coordinator before us count: the sequence is the operation's.
+            before = [v for v in snapshot if v.key.startswith(self._keys.commands)]
+            commands = [decode(CommandRecord, v.value) for v in before]
+            ours = [c.seq for c in commands if c.operation_id == self._operation_id]
+            self._seq = max(ours, default=0)
+        self._seq = seq = self._seq + 1
+        common, raw = named(order.bodies.common)
+        if common and self._keys.payload(common) not in revisions:
+            await self._write([under], {self._keys.payload(common): raw}, revisions)
+        commands_by_key = {
+            self._keys.command(worker): encode(
+                CommandRecord(
+                    self._operation_id,
+                    self._epoch,
+                    self._fenced.token,
+                    seq,
+                    order.step,
+                    order.timeout_s,
+                    own,
+                    common,
+                )
             )
-            for worker, payload in order.payloads.items()
+            for worker, own in order.bodies.own.items()
         }
-        first = next(iter(commands))
+        for batch in _batches(commands_by_key):
+            await self._write([under], batch, revisions)
+        return seq
+
+    async def _write(
+        self, guards: Sequence[Guard], values: Mapping[str, bytes], revisions: Mapping[str, int]
+    ) -> None:
+        """Put `values` in the place of those with `revisions`. What we write is unlike anything
+        that was there: it has our token and a sequence number, or its content for a name."""
+        first, value = next(iter(values.items()))
 
         async def applied() -> int | None:
             read = await self._fenced.store.get(first)
-            if read is None:
-                return None
-            found, sent = decode(CommandRecord, read.value), commands[first]
-            ours = (found.operation_id, found.token, found.seq)
-            same = ours == (sent.operation_id, sent.token, sent.seq)
-            return read.mod_revision if same else None
+            return read.mod_revision if read is not None and read.value == value else None
 
         await self._fenced.write(
-            [under, *(Guard(key, revisions.get(key, 0)) for key in commands)],
-            [Put(key, encode(command)) for key, command in commands.items()],
+            [*guards, *(Guard(key, revisions.get(key, 0)) for key in values)],
+            [Put(key, value) for key, value in values.items()],
             applied=applied,
         )
-        return seq
+
+
+def _batches(values: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
+    """`values` in parts that etcd takes in one transaction."""
+    batch: dict[str, bytes] = {}
+    size = 0
+    for key, value in values.items():
+        if batch and (len(batch) == _MOST_COMMANDS or size + len(value) > _MOST_BYTES):
+            yield batch
+            batch, size = {}, 0
+        batch[key] = value
+        size += len(value)
+    yield batch
 
 
 class _Waiting:
@@ -158,16 +198,14 @@ class _Waiting:
         self.seq = 0
         self._keys = keys
         self._identity = (operation_id, token)
-        self._members = {keys.member(w): w for w in order.payloads}
-        self._acks = {keys.ack(w): w for w in order.payloads}
-
-    def unanswered(self) -> Iterable[WorkerId]:
-        a = self.answers
-        return [w for w in self.order.payloads if w not in {*a.done, *a.failed, *a.lost}]
+        self._members = {keys.member(w): w for w in order.bodies.own}
+        self._acks = {keys.ack(w): w for w in order.bodies.own}
+        self.unanswered = dict.fromkeys(order.bodies.own)
+        """Those that are waited for, by rank."""
 
     def over(self) -> bool:
         failed = bool(self.answers.failed or self.answers.lost)
-        return (failed and self.order.fail_fast) or not self.unanswered()
+        return (failed and self.order.fail_fast) or not self.unanswered
 
     def look(self, stored: Mapping[str, bytes]) -> None:
         """Take in everything that is stored, acks first: who answered and died has answered."""
@@ -184,15 +222,18 @@ class _Waiting:
             reason = (
                 "its lease ran out" if value is None else decode(MemberRecord, value).lost_reason
             )
-            if reason and worker in self.unanswered():
+            if reason and worker in self.unanswered:
+                del self.unanswered[worker]
                 self.answers.lost[worker] = reason
         elif key == self._keys.leader:
             raise LeadershipLost("the leader's key changed")
 
     def _see_ack(self, worker: WorkerId, ack: AckRecord) -> None:
         expected = (*self._identity, self.seq)
-        if (ack.operation_id, ack.token, ack.seq) != expected or worker not in self.unanswered():
+        if (ack.operation_id, ack.token, ack.seq) != expected or worker not in self.unanswered:
             return
+        del self.unanswered[worker]
+        self.answers.acks[worker] = ack
         if ack.status is AckStatus.DONE:
             self.answers.done[worker] = ack
         else:

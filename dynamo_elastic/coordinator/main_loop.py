@@ -23,6 +23,7 @@ from dynamo_elastic.coordinator.decide import (
 )
 from dynamo_elastic.coordinator.election import Election
 from dynamo_elastic.coordinator.fenced import FencedStore
+from dynamo_elastic.coordinator.observe import Observer
 from dynamo_elastic.coordinator.records import (
     Keys,
     OperationRecord,
@@ -35,7 +36,6 @@ from dynamo_elastic.coordinator.scale import Scaler, ScaleRequest
 from dynamo_elastic.coordinator.session import Session
 from dynamo_elastic.coordinator.status import Status, status_of
 from dynamo_elastic.coordinator.store import Delete, Guard, Leadership, Op, Put, Store, Watch
-from dynamo_elastic.coordinator.timeline import Timeline
 from dynamo_elastic.errors import (
     GuardFailed,
     LeadershipLost,
@@ -62,7 +62,7 @@ class Deployment:
     keys: Keys
     config: ScaleConfig
     shape: EngineShape
-    timeline: Timeline = field(default_factory=lambda: Timeline(None))
+    observer: Observer = field(default_factory=Observer)
     now: Callable[[], float] = time.time
     """Wall clock."""
 
@@ -92,6 +92,7 @@ class Coordinator:
             log.info("leading with fencing token %d", leadership.token)
             await session.run(_Term(self._store, leadership, self._deployment).lead())
         finally:
+            self._deployment.observer.status(None)
             await session.close()
 
 
@@ -104,8 +105,9 @@ class _Term:
         self._shape = deployment.shape
         self._fenced = FencedStore(store, leadership)
         self._now = deployment.now
+        self._observer = deployment.observer
         self._scaler = Scaler(
-            self._fenced, self._keys, self._config, deployment.timeline, deployment.now
+            self._fenced, self._keys, self._config, deployment.observer, deployment.now
         )
         self._retries = _Retries()
         self._waiting_for = ""
@@ -119,6 +121,7 @@ class _Term:
         while True:
             async with self._fenced.store.watch(self._keys.prefix) as watch:
                 status = status_of(watch.snapshot, self._keys)
+                self._observer.status(status)
                 capacity = capacity_of(status, self._shape, self._config, self._now())
                 if capacity != status.capacity:
                     await self._show(self._keys.capacity, encode(capacity), status)

@@ -15,8 +15,11 @@
   warnings/{name}       WarningRecord: what somebody who writes targets wants people to know
   members/{worker}      MemberRecord (lease of the shell)
   commands/{worker}     CommandRecord: the newest command to that participant
+  payloads/{digest}     what commands of the operation under way have in common
   acks/{worker}         AckRecord (lease of the shell): its answer
   endpoints/{epoch}/{worker}  EndpointRecord (lease of the shell): how to reach its engine
+  traffic/{operation}/{worker}  WorkerTraffic (lease of the shell): tokens around an operation that
+                        has ended, until the coordinator has taken it into the report
 """
 
 from __future__ import annotations
@@ -126,6 +129,13 @@ class Keys:
     def member(self, worker: WorkerId) -> str:
         return f"{self.members}{worker}"
 
+    @property
+    def payloads(self) -> str:
+        return f"{self.prefix}payloads/"
+
+    def payload(self, name: str) -> str:
+        return f"{self.payloads}{name}"
+
     def command(self, worker: WorkerId) -> str:
         return f"{self.commands}{worker}"
 
@@ -141,6 +151,12 @@ class Keys:
 
     def endpoint(self, epoch: Epoch, worker: WorkerId) -> str:
         return f"{self.endpoints(epoch)}{worker}"
+
+    def all_traffic(self, operation: OperationId) -> str:
+        return f"{self.prefix}traffic/{operation}/"
+
+    def traffic(self, operation: OperationId, worker: WorkerId) -> str:
+        return f"{self.all_traffic(operation)}{worker}"
 
 
 class MemberState(StrEnum):
@@ -257,6 +273,8 @@ class CommandRecord:
     deadline_s: float
     """Seconds that the participant has, from when it reads the command."""
     payload: dict[str, Any] = field(default_factory=dict)
+    common: str = ""
+    """Name of the rest of its payload, which it has in common with others: see payloads.py."""
 
 
 class AckStatus(StrEnum):
@@ -276,6 +294,8 @@ class AckRecord:
     reason: str = ""
     elapsed_s: float = 0.0
     payload: dict[str, Any] = field(default_factory=dict)
+    began_at_s: float = 0.0
+    """By the participant's wall clock."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from dynamo_elastic.config_sections import ScaleConfig
 from dynamo_elastic.coordinator.commands import Commander
 from dynamo_elastic.coordinator.fenced import FencedStore
 from dynamo_elastic.coordinator.journal import Journal
+from dynamo_elastic.coordinator.observe import Observer
 from dynamo_elastic.coordinator.progress import Progress
 from dynamo_elastic.coordinator.quarantine import remembered
 from dynamo_elastic.coordinator.records import Keys, OperationRecord, PhaseRecord
 from dynamo_elastic.coordinator.status import Status, read_status
 from dynamo_elastic.coordinator.step_runner import StepRunner
-from dynamo_elastic.coordinator.timeline import Timeline
 from dynamo_elastic.errors import ParticipantFailed, PhaseTimeout, ScaleAborted, TargetRefused
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.phases import PHASES, Phase, PhaseSpec, phases_of
@@ -55,7 +55,7 @@ class Scaler:
     fenced: FencedStore
     keys: Keys
     config: ScaleConfig
-    timeline: Timeline
+    observer: Observer
     now: Callable[[], float] = time.time
     """Wall clock."""
 
@@ -114,7 +114,7 @@ class Scaler:
         record = journal.record
         commander = Commander(self.fenced, self.keys, record.operation_id, record.plan.after.epoch)
         progress = Progress(
-            journal, self.timeline, timeout_s=self.config.operation_timeout_s, now=self.now
+            journal, self.observer, timeout_s=self.config.operation_timeout_s, now=self.now
         )
         return _Operation(progress, StepRunner(progress, commander, self.config))
 
@@ -152,9 +152,7 @@ class _Operation:
     async def abort(self, reason: str) -> OperationRecord:
         """Undo: everyone who is still there forgets the new epoch; the old topology stays."""
         failpoint("scale.before_abort")
-        if self._progress.record.phase is not Phase.ABORTING:
-            self._progress.update(failure=reason)
-            await self._progress.enter(Phase.ABORTING)
+        await self._progress.fail(reason)
         await self._steps.abort()
         self._progress.leave()
         return await self._close(Phase.ABORTED)

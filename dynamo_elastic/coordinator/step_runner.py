@@ -9,8 +9,8 @@ from typing import Any
 
 from dynamo_elastic.config_sections import ScaleConfig
 from dynamo_elastic.coordinator import steps
-from dynamo_elastic.coordinator.commands import Answers, Commander, Order
-from dynamo_elastic.coordinator.progress import Progress
+from dynamo_elastic.coordinator.commands import Answers, Bodies, Commander, Order
+from dynamo_elastic.coordinator.progress import Asked, Progress
 from dynamo_elastic.coordinator.records import AckRecord, to_json
 from dynamo_elastic.coordinator.steps import Digests
 from dynamo_elastic.errors import ParticipantFailed, PhaseTimeout, TargetRefused
@@ -20,7 +20,6 @@ from dynamo_elastic.topology import ExpertMove, Topology, move_rounds
 from dynamo_elastic.types import WorkerId
 
 Acks = Mapping[WorkerId, AckRecord]
-Bodies = Mapping[WorkerId, dict[str, Any]]
 
 _ABORT_ATTEMPTS = 2
 
@@ -155,17 +154,15 @@ class StepRunner:
         by_source: dict[WorkerId, list[Any]] = {}
         for move in moves:
             by_source.setdefault(move.from_worker, []).append(to_json(move))
-        topology = to_json(routing)
-        bodies = {w: {"topology": topology, "moves": m} for w, m in by_source.items()}
+        bodies = Bodies({w: {"moves": m} for w, m in by_source.items()}, _routed_by(routing))
         done = await self._send(Step.PUSH_EXPERTS, bodies, strict=True)
         return self._agreed_digests(Step.PUSH_EXPERTS, done)
 
     async def _install(
         self, workers: Sequence[WorkerId], topology: Topology, digests: Digests
     ) -> None:
-        body = to_json(topology)
-        bodies = {w: {"topology": body, "digests": digests.get(w, {})} for w in workers}
-        await self._send(Step.INSTALL, bodies, strict=True)
+        own = {w: {"digests": digests.get(w, {})} for w in workers}
+        await self._send(Step.INSTALL, Bodies(own, _routed_by(topology)), strict=True)
 
     async def _save_current(self, topology: Topology) -> None:
         self._progress.update(current=topology)
@@ -175,8 +172,9 @@ class StepRunner:
         return await self._send(step, self._bodies(step, workers), strict=strict)
 
     def _bodies(self, step: Step, workers: Sequence[WorkerId]) -> Bodies:
-        record = self._progress.record
-        return {w: steps.payload(step, w, record, self._config, self._digests) for w in workers}
+        record, config, digests = self._progress.record, self._config, self._digests
+        own = {w: steps.own_payload(step, w, record, config, digests) for w in workers}
+        return Bodies(own, steps.common_payload(step, record))
 
     async def _send(self, step: Step, bodies: Bodies, *, strict: bool) -> Acks:
         """Command one step; returns the acks of who has done it: with `strict` that is all."""
@@ -194,13 +192,15 @@ class StepRunner:
 
     async def _ask(self, step: Step, bodies: Bodies, *, strict: bool = False) -> Answers:
         """Command one step, and note what becomes of it."""
-        if not bodies:
+        if not bodies.own:
             return Answers()
         clock = asyncio.get_running_loop().time
         timeout_s, began_s = self._timeout_s(step, strict=strict), clock()
+        began_at_s = self._progress.now()
         order = Order(step, bodies, timeout_s, fail_fast=strict)
         answers = await self._commander.run(order, self._progress.journal.guard())
-        self._progress.note(step, answers, clock() - began_s)
+        asked = Asked(step, tuple(bodies.own), began_at_s, clock() - began_s)
+        self._progress.note(asked, answers)
         return answers
 
     def _timeout_s(self, step: Step, *, strict: bool) -> float:
@@ -231,3 +231,7 @@ class StepRunner:
             why = f"the sources disagree on {', '.join(disputed[:3])}"
             raise self._progress.failure(step, next(iter(done)), why)
         return digests
+
+
+def _routed_by(topology: Topology) -> dict[str, Any]:
+    return {"topology": to_json(topology)}

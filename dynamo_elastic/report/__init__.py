@@ -1,0 +1,1 @@
+"""What happened in an operation, for people: the story, its files, the terminal and the page."""
