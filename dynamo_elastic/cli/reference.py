@@ -1,7 +1,8 @@
 """Reference documentation made from the code: `python -m dynamo_elastic.cli.reference` writes it.
 
 docs/reference/config.md (every setting), docs/reference/cli.md (every command), examples/full.yaml
-(every setting at its default), and the two JSON documents in dynamo_elastic/schema.
+(every setting at its default), the two JSON documents in dynamo_elastic/schema, and the table of
+failpoints in docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydantic_core import PydanticUndefined
 from typer.cli import get_docs_for_click
 
 import dynamo_elastic
+from dynamo_elastic import failpoint_table
 from dynamo_elastic.cli.config import one_line, yaml_lines
 from dynamo_elastic.cli.main import app
 from dynamo_elastic.config import SETTINGS, parse_config
@@ -28,6 +30,7 @@ from dynamo_elastic.coordinator.api_routes import openapi
 from dynamo_elastic.vllm_flags import OWN
 
 ROOT = Path(dynamo_elastic.__file__).parents[1]
+_TABLE_BEGINS, _TABLE_ENDS = "<!-- failpoints -->", "<!-- end of failpoints -->"
 MADE = "made by `python -m dynamo_elastic.cli.reference`; do not edit"
 
 REQUIRED: dict[str, Any] = {
@@ -84,10 +87,19 @@ def documents() -> dict[Path, str]:
     return {
         ROOT / "docs/reference/config.md": config_reference(),
         ROOT / "docs/reference/cli.md": cli_reference(),
+        ROOT / "docs/reliability.md": reliability(),
         ROOT / "examples/full.yaml": full_example(),
         schema / "deployment.schema.json": _json(deployment_schema()),
         schema / "coordinator.openapi.json": _json(openapi()),
     }
+
+
+def reliability() -> str:
+    """The page with the table of today between its two marks; the rest of it is written by hand."""
+    text = (ROOT / "docs/reliability.md").read_text()
+    before, _, rest = text.partition(_TABLE_BEGINS)
+    _, _, after = rest.partition(_TABLE_ENDS)
+    return f"{before}{_TABLE_BEGINS}\n{failpoint_table.table()}\n{_TABLE_ENDS}{after}"
 
 
 def example_of(setting: Setting) -> Any:

@@ -268,6 +268,7 @@ class Participant:
             card = self._data(topology)
             if self._card is None or self._card == card:
                 return  # it has begun to leave, and is not brought back; or nothing has changed
+            failpoint("registration.before_refresh")
             await self._parts.registrar.register(card)
             self._card = card
 
@@ -279,6 +280,7 @@ class Participant:
         async with self._registrar_lock:
             if self._card is not None and not self._parts.registrar.visible():
                 log.warning("Dynamo has lost this rank's instance; it is registered again")
+                failpoint("registration.before_repair")
                 await self._parts.registrar.register(self._card)
 
     async def resume(self) -> None:
