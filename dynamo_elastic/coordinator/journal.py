@@ -119,6 +119,7 @@ class Journal:
             Delete(self._keys.operation),
             Put(self._keys.last, encode(record)),
             DeletePrefix(self._keys.commands),
+            DeletePrefix(self._keys.payloads),
             *await self._stale_endpoints(in_force.epoch),
             *self._placement(record, in_force),
             *self._answer(record),

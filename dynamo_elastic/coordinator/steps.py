@@ -15,6 +15,19 @@ from dynamo_elastic.types import Incarnation, WorkerId
 Digests = dict[WorkerId, dict[str, str]]
 """Worker -> region -> digest of the bytes that its source holds."""
 
+_PLANNED = frozenset(
+    {
+        Step.OPEN,
+        Step.CONNECT,
+        Step.LOAD,
+        Step.STREAM,
+        Step.SWITCH,
+        Step.SERVE,
+        Step.DISCONNECT,
+    }
+)
+"""Steps that are about the plan as a whole, with every member of the next topology."""
+
 
 def participants(record: OperationRecord, who: Who) -> tuple[WorkerId, ...]:
     """Workers that a step is for. Lost ones are left out, but not of the leavers to be parked."""
@@ -48,26 +61,32 @@ def timeout_s(step: Step, scale: ScaleConfig) -> float:
     return scale.step_timeout_s
 
 
-def payload(
-    step: Step, worker: WorkerId, record: OperationRecord, scale: ScaleConfig, digests: Digests
-) -> dict[str, Any]:
-    """Payload of a step of the phase table; expert moves have their own."""
+def common_payload(step: Step, record: OperationRecord) -> dict[str, Any]:
+    """What all commands of a step of the phase table say; expert moves have their own."""
+    if step not in _PLANNED:
+        return {}
     plan = record.plan
-    if step in (Step.ABORT, Step.WITHDRAW):
-        return {"epoch": plan.after.epoch}
-    body: dict[str, Any] = {
+    return {
         "topology": to_json(plan.after),
         "retained": list(plan.retained),
         "joiners": list(plan.joiners),
         "leavers": list(plan.leavers),
     }
+
+
+def own_payload(
+    step: Step, worker: WorkerId, record: OperationRecord, scale: ScaleConfig, digests: Digests
+) -> dict[str, Any]:
+    """What a step of the phase table says to `worker` besides."""
+    if step in (Step.ABORT, Step.WITHDRAW):
+        return {"epoch": record.plan.after.epoch}
     if step is Step.RESTORE:
-        body["cold"] = worker in record.cold
+        return {"cold": worker in record.cold}
     if step is Step.DRAIN:
-        body |= {"short_tokens": scale.short_tokens, "timeout_s": scale.drain_timeout_s}
+        return {"short_tokens": scale.short_tokens, "timeout_s": scale.drain_timeout_s}
     if step is Step.CHECK:
-        body["digests"] = digests.get(worker, {})
-    return body
+        return {"digests": digests.get(worker, {})}
+    return {}
 
 
 def with_incarnations(plan: ScalePlan, acks: Mapping[WorkerId, AckRecord]) -> ScalePlan:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from dynamo_elastic.coordinator.payloads import CommonPayloads
 from dynamo_elastic.coordinator.records import (
     AckRecord,
     AckStatus,
@@ -93,6 +94,7 @@ class FakeShell:
         self._token = FencingToken(0)
         self._member = MemberRecord(self.worker_id, slot, "host", 1, MemberState.STANDBY)
         self._session: Session | None = None
+        self._payloads = CommonPayloads(store, keys)
 
     @property
     def incarnation(self) -> Incarnation:
@@ -153,7 +155,7 @@ class FakeShell:
         if act is Misbehaviour.LATE:
             await asyncio.sleep(1.0)
         try:
-            payload = await self._handle(command)
+            payload = await self._handle(await self._payloads.completed(command))
         except ElasticError as exc:
             return await self._ack(command, AckStatus.FAILED, {}, str(exc))
         if act is Misbehaviour.WRONG:

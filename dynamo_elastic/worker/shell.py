@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+from dynamo_elastic.coordinator.payloads import CommonPayloads
 from dynamo_elastic.coordinator.records import (
     AckRecord,
     AckStatus,
@@ -50,6 +51,7 @@ class Shell:
         self._lease_ttl_s = lease_ttl_s
         self._token = FencingToken(0)
         self._acked: AckRecord | None = None
+        self._payloads = CommonPayloads(parts.store, parts.keys)
         self._one_at_a_time = asyncio.Lock()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -160,7 +162,8 @@ class Shell:
         status, reason, payload = AckStatus.FAILED, "", dict[str, Any]()
         try:
             async with asyncio.timeout(command.deadline_s), self._one_at_a_time:
-                payload = await self._participant.run(command)
+                whole = await self._payloads.completed(command)
+                payload = await self._participant.run(whole)
             status = AckStatus.DONE
         except SessionLost:
             raise
