@@ -200,7 +200,7 @@ class AgentConfig(Section):
     gpus: tuple[int | str, ...] = ()
     """GPU of each slot, by index (NVML's, as in nvidia-smi) or UUID. Default: slot N has GPU N."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Prometheus metrics on 127.0.0.1; 0: none."""
+    """Prometheus metrics on observe.metrics_host; 0: none."""
     uid: int | None = Field(default=None, ge=0)
     """One more user that may call the agent, besides root and the agent's own."""
     gid: int | None = Field(default=None, ge=0)
@@ -255,6 +255,8 @@ class WorkersConfig(Section):
     lease_ttl_s: int = Field(default=20, ge=2, le=60)
     """Of Dynamo's leases, those of frontend and planner too. Dynamo needs that long to come back to
     an etcd that was restarted; the instance of a worker that was killed is visible for so long."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Prometheus metrics of slot N on observe.metrics_host, at this port + N; 0: none."""
 
 
 class PlannerConfig(Section):
@@ -299,3 +301,23 @@ class CoordinatorConfig(Section):
     """The coordinators; any number may run, one leads."""
 
     api: ApiConfig = ApiConfig()
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Prometheus metrics on observe.metrics_host; 0: none."""
+
+
+class ObserveConfig(Section):
+    """What is kept and told of operations: docs/observe.md."""
+
+    metrics_host: str = "127.0.0.1"
+    """Address that every metrics_port listens on. Metrics need no token and name no request: let
+    only those reach it who may read them."""
+    log_format: Literal["text", "json"] = "text"
+    """Log lines for people, or one JSON object each."""
+    keep_operations: int = Field(default=100, ge=1, le=10000)
+    """Records and reports of so many operations are kept; beyond it the oldest go."""
+    operations_dir: Path | None = None
+    """Where they are kept; null: `operations` in the state directory, which may not outlive a
+    reboot."""
+    traces: bool = False
+    """Send a trace of each operation by OpenTelemetry, which its own OTEL_* variables direct;
+    needs the extra `otel`."""

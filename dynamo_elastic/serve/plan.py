@@ -21,6 +21,8 @@ def absolute(config: DeploymentConfig) -> DeploymentConfig:
     if isinstance(engine, VllmEngineConfig):
         engine = engine.model_copy(update={"python": engine_python(engine)})
     catalog = config.snapshot.catalog.resolve()
+    kept = config.observe.operations_dir
+    observe = config.observe.model_copy(update={"operations_dir": kept.resolve() if kept else None})
     api = config.coordinator.api
     token_file = api.token_file.resolve() if api.token_file else None
     api = api.model_copy(update={"token_file": token_file})
@@ -30,6 +32,7 @@ def absolute(config: DeploymentConfig) -> DeploymentConfig:
             "engine": engine,
             "snapshot": config.snapshot.model_copy(update={"catalog": catalog}),
             "coordinator": config.coordinator.model_copy(update={"api": api}),
+            "observe": observe,
             "run_dir": config.run_dir.resolve(),
         }
     )
