@@ -27,6 +27,7 @@ from dynamo_elastic.config_sections import (
     FrontendConfig,
     ModelConfig,
     Name,
+    ObserveConfig,
     PlannerConfig,
     ScaleConfig,
     Section,
@@ -70,6 +71,7 @@ class DeploymentConfig(Section):
     frontend: FrontendConfig = FrontendConfig()
     workers: WorkersConfig = WorkersConfig()
     planner: PlannerConfig = PlannerConfig()
+    observe: ObserveConfig = ObserveConfig()
     run_dir: Path = Path("/run/dynamo-elastic")
     """Parent of the state directory: sockets, control directories, logs."""
 
@@ -80,6 +82,15 @@ class DeploymentConfig(Section):
     @property
     def agent_socket(self) -> Path:
         return self.state_dir / "agent.sock"
+
+    @property
+    def operations_dir(self) -> Path:
+        """Where records and reports of operations are kept."""
+        return self.observe.operations_dir or self.state_dir / "operations"
+
+    def metrics_port(self, slot: int) -> int:
+        """Of the shell of `slot`; 0: none."""
+        return self.workers.metrics_port and self.workers.metrics_port + slot
 
     def system_port(self, slot: int) -> int:
         """Of the shell of `slot`; 0: none."""
@@ -114,9 +125,13 @@ def _port_faults(config: DeploymentConfig) -> list[str]:
         used["coordinator.api.port"] = config.coordinator.api.port
     if config.agent.metrics_port:
         used["agent.metrics_port"] = config.agent.metrics_port
+    if config.coordinator.metrics_port:
+        used["coordinator.metrics_port"] = config.coordinator.metrics_port
     if config.etcd.start:
         used |= {"etcd.port": config.etcd.port, "etcd.peer_port": config.etcd.peer_port}
     for slot in range(config.scale.max_ranks):
+        if config.metrics_port(slot):
+            used[f"workers.metrics_port (slot {slot})"] = config.metrics_port(slot)
         if config.system_port(slot):
             used[f"workers.system_port (slot {slot})"] = config.system_port(slot)
         if config.engine_system_port(slot):

@@ -18,7 +18,7 @@ from dynamo_elastic.config_launch import launch_parser, read_launch_line
 from dynamo_elastic.engine.launch import engine_argv
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.failpoints import arm_from_environment
-from dynamo_elastic.metrics import Metrics
+from dynamo_elastic.metrics import AgentMetrics
 from dynamo_elastic.metrics import serve as serve_metrics
 from dynamo_elastic.snapshot.gpu import NO_GPU, Gpu, open_gpu
 
@@ -42,7 +42,7 @@ async def serve(
     config: DeploymentConfig, images: ImageSource, argv_of: EngineArgv, gpu: Gpu = NO_GPU
 ) -> None:
     """Serve until the process is told to end, or stop_all was called."""
-    metrics = Metrics()
+    metrics = AgentMetrics()
     server = AgentServer(config, images, argv_of, gpu=gpu, metrics=metrics)
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
@@ -50,7 +50,8 @@ async def serve(
         loop.add_signal_handler(number, told.set)
     waits = {asyncio.create_task(told.wait()), asyncio.create_task(server.stopped())}
     try:
-        with serve_metrics(metrics, config.agent.metrics_port):
+        host = config.observe.metrics_host
+        with serve_metrics(metrics, config.agent.metrics_port, host=host):
             await server.start()
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -22,7 +22,7 @@ from dynamo_elastic.agent.start import Starter, StartRequest
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.errors import ElasticError, EngineError
 from dynamo_elastic.ipc import Callers, RpcServer
-from dynamo_elastic.metrics import Metrics
+from dynamo_elastic.metrics import AgentMetrics
 from dynamo_elastic.snapshot.gpu import NO_GPU, Gpu
 from dynamo_elastic.types import Epoch, Incarnation, OperationId, WorkerId
 
@@ -42,12 +42,12 @@ class AgentServer:
         engine_argv: EngineArgv,
         *,
         gpu: Gpu = NO_GPU,
-        metrics: Metrics | None = None,
+        metrics: AgentMetrics | None = None,
     ) -> None:
         self._config = config
         self._images = images
         self._gpu = gpu
-        self._metrics = metrics or Metrics()
+        self._metrics = metrics or AgentMetrics()
         self._boots = Boots(config, engine_argv, gpu.inventory.gpus())
         self._drain = Drain(config.state_dir)
         self._tidied: tuple[str, ...] = ()

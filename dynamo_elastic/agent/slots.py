@@ -19,7 +19,7 @@ from dynamo_elastic.agent.start import Starter, StartRequest, end_process
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.errors import ElasticError, EngineError
 from dynamo_elastic.failpoints import failpoint
-from dynamo_elastic.metrics import Metrics
+from dynamo_elastic.metrics import AgentMetrics
 from dynamo_elastic.snapshot.process import alive, kill_session
 from dynamo_elastic.types import Incarnation
 
@@ -38,7 +38,7 @@ class Slots:
         starter: Starter,
         parking: Parking,
         drain: Drain,
-        metrics: Metrics,
+        metrics: AgentMetrics,
     ) -> None:
         self._config = config
         self._images = images

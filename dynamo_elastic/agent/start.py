@@ -33,7 +33,7 @@ from dynamo_elastic.dynamo.environment import engine_dynamo_environment
 from dynamo_elastic.engine.base import Attach
 from dynamo_elastic.errors import ElasticError, EngineError, GpuMemoryShort, ResourceMissing
 from dynamo_elastic.failpoints import KILL_ONCE_DIR, failpoint
-from dynamo_elastic.metrics import Metrics
+from dynamo_elastic.metrics import AgentMetrics
 from dynamo_elastic.snapshot.gpu import Gpu
 from dynamo_elastic.snapshot.process import ProcessRef, kill_session
 from dynamo_elastic.types import Incarnation
@@ -63,7 +63,7 @@ class Starter:
         images: ImageSource,
         boots: Boots,
         gpu: Gpu,
-        metrics: Metrics,
+        metrics: AgentMetrics,
     ) -> None:
         self._config = config
         self._host = host

@@ -1,4 +1,4 @@
-"""Metrics: on a registry of their own, on loopback, off unless asked for."""
+"""AgentMetrics: on a registry of their own, on loopback, off unless asked for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 
 from dynamo_elastic.errors import ResourceMissing
-from dynamo_elastic.metrics import LOOPBACK, Metrics, serve
+from dynamo_elastic.metrics import LOOPBACK, AgentMetrics, serve
 
 
 def free_port() -> int:
@@ -18,7 +18,7 @@ def free_port() -> int:
 
 
 def test_what_is_counted_can_be_scraped() -> None:
-    metrics = Metrics()
+    metrics = AgentMetrics()
     metrics.engine_starts.labels("image", "ok").inc()
     metrics.start_seconds.labels("image").observe(0.2)
     metrics.parked_engines.set(2)
@@ -28,7 +28,7 @@ def test_what_is_counted_can_be_scraped() -> None:
             text = answer.read().decode()
         with (
             pytest.raises(ResourceMissing, match=f"port {port} on {LOOPBACK}"),
-            serve(Metrics(), port),
+            serve(AgentMetrics(), port),
         ):
             pass
     assert 'dynamo_elastic_engine_starts_total{outcome="ok",tier="image"} 1.0' in text
@@ -38,12 +38,12 @@ def test_what_is_counted_can_be_scraped() -> None:
 
 
 def test_nothing_is_served_unless_asked_for() -> None:
-    with serve(Metrics(), 0):
+    with serve(AgentMetrics(), 0):
         pass
 
 
 def test_processes_count_for_themselves() -> None:
-    one, two = Metrics(), Metrics()
+    one, two = AgentMetrics(), AgentMetrics()
     one.parks.labels("ok").inc()
     assert one.value("parks_total", outcome="ok") == 1
     assert two.value("parks_total", outcome="ok") == 0

@@ -15,7 +15,7 @@ from dynamo_elastic.agent.client import AgentClient
 from dynamo_elastic.agent.image_source import NoImages
 from dynamo_elastic.agent.server import AgentServer
 from dynamo_elastic.errors import ConfigError
-from dynamo_elastic.metrics import Metrics
+from dynamo_elastic.metrics import AgentMetrics
 from dynamo_elastic.snapshot.base import CudaOperation, CudaState
 from dynamo_elastic.snapshot.gpu import Gpu
 from dynamo_elastic.snapshot.process import alive, identify
@@ -39,7 +39,7 @@ def directory() -> Iterator[Path]:
 class World:
     """One agent on a host with two GPUs of 80 GiB."""
 
-    def __init__(self, client: AgentClient, host: FakeGpuHost, metrics: Metrics) -> None:
+    def __init__(self, client: AgentClient, host: FakeGpuHost, metrics: AgentMetrics) -> None:
         self.client = client
         self.host = host
         self.metrics = metrics
@@ -72,7 +72,7 @@ class World:
 
 @asynccontextmanager
 async def world(directory: Path) -> AsyncIterator[World]:
-    host, metrics = FakeGpuHost(GPUS), Metrics()
+    host, metrics = FakeGpuHost(GPUS), AgentMetrics()
     config = deployment(directory)
     server = AgentServer(config, NoImages("none made"), ARGV, gpu=Gpu(host, host), metrics=metrics)
     await server.start()

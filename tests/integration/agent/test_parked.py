@@ -24,7 +24,7 @@ from dynamo_elastic.agent.server import AgentServer
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.errors import EngineError, SnapshotInUse
 from dynamo_elastic.ipc import RpcClient
-from dynamo_elastic.metrics import Metrics
+from dynamo_elastic.metrics import AgentMetrics
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.process import alive, identify
 from dynamo_elastic.testing.deployments import asyncio_test, deployment, standin_argv
@@ -51,7 +51,7 @@ class World:
 
     def __init__(self, config: DeploymentConfig) -> None:
         self.config = config
-        self.metrics = Metrics()
+        self.metrics = AgentMetrics()
         self.client = AgentClient(config.agent_socket)
         self._operations = 0
 
