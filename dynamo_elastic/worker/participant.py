@@ -407,6 +407,9 @@ class Participant:
         return Topology(Epoch(0)) if stored is None else decode(Topology, stored.value)
 
     async def _endpoints(self, topology: Topology) -> dict[WorkerId, dict[str, Any]]:
+        """Those of exactly the engines that `topology` names: an endpoint that another life of the
+        same worker left, at the same address, is not one of them."""
+        named = {m.worker_id: m.incarnation for m in topology.members}
         found: dict[WorkerId, dict[str, Any]] = {}
         async with self._parts.store.watch(self._parts.keys.endpoints(topology.epoch)) as watch:
             values = [v.value for v in watch.snapshot]
@@ -414,7 +417,8 @@ class Participant:
             while True:
                 for value in values:
                     record = decode(EndpointRecord, value)
-                    found[record.worker_id] = record.endpoint
+                    if named.get(record.worker_id) == record.incarnation:
+                        found[record.worker_id] = record.endpoint
                 if found.keys() >= set(topology.worker_ids):
                     return {w: found[w] for w in topology.worker_ids}
                 value_or_none = (await anext(events)).value
