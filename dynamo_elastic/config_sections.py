@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -217,17 +218,61 @@ class EtcdConfig(Section):
     peer_port: Port = 2380
     """Its peer port."""
     endpoints: tuple[str, ...] = ()
-    """Of an etcd that exists already; then `start` must be false."""
+    """Of an etcd that exists already; then `start` must be false. https:// needs a `ca_file`."""
+    ca_file: Path | None = None
+    """PEM of the authority that signed etcd's certificates."""
+    cert_file: Path | None = None
+    """PEM of our client certificate. etcd takes its common name for our user if no `user` is set,
+    and for that of Dynamo's runtime always."""
+    key_file: Path | None = None
+    """PEM of that certificate's private key; yours alone (0600)."""
+    user: str = ""
+    """User that etcd knows us by."""
+    password_file: Path | None = None
+    """File with that user's password; yours alone (0600)."""
 
     @property
     def urls(self) -> tuple[str, ...]:
         return self.endpoints or (f"http://127.0.0.1:{self.port}",)
 
+    @property
+    def encrypted(self) -> bool:
+        return self.urls[0].startswith("https://")
+
     @model_validator(mode="after")
     def _cross_checks(self) -> EtcdConfig:
-        if self.endpoints and self.start:
-            raise CrossFaults(["etcd.endpoints: an etcd exists already; set etcd.start to false"])
+        faults = list(_etcd_faults(self))
+        if faults:
+            raise CrossFaults(faults)
         return self
+
+
+def _etcd_faults(etcd: EtcdConfig) -> Iterator[str]:
+    if etcd.endpoints and etcd.start:
+        yield "etcd.endpoints: an etcd exists already; set etcd.start to false"
+    schemes = {url.partition("://")[0] for url in etcd.urls}
+    if schemes == {"http", "https"}:
+        yield "etcd.endpoints: http:// and https:// are mixed; use https:// for all"
+    if schemes == {"https"} and etcd.ca_file is None:
+        yield "etcd.ca_file: is required for https:// endpoints; name the CA's certificate"
+    if "https" not in schemes:
+        for name in ("ca_file", "cert_file", "key_file"):
+            if getattr(etcd, name) is not None:
+                yield f"etcd.{name}: does nothing with http:// endpoints; use https://"
+    if (etcd.cert_file is None) != (etcd.key_file is None):
+        missing = "etcd.key_file" if etcd.key_file is None else "etcd.cert_file"
+        yield f"{missing}: is required; a certificate and its key go together"
+    if bool(etcd.user) != (etcd.password_file is not None):
+        missing = "etcd.password_file" if etcd.user else "etcd.user"
+        yield f"{missing}: is required; a user and its password go together"
+    if etcd.user and "https" in schemes and etcd.cert_file is None:
+        yield (
+            "etcd.cert_file: is required: over TLS Dynamo's runtime gives etcd no password, but "
+            "goes by a certificate's common name"
+        )
+    hosts = {urlsplit(url).hostname for url in etcd.urls if url.startswith("http://")}
+    if etcd.user and hosts - set(LOOPBACK):
+        yield "etcd.user: its password would cross the network in the clear; use https:// endpoints"
 
 
 class FrontendConfig(Section):

@@ -9,6 +9,7 @@
   + ResourceMissing            this host lacks something (root, CRIU, a driver); carries .remedy
   + StoreError
     - StoreUnavailable         the request certainly did not take effect
+      . StoreRefused           it does not let us in: certificate, password or role; needs somebody
     - OutcomeUnknown           the request may or may not have taken effect
     - GuardFailed              a transaction's guard did not hold; nothing was applied
   + SessionLost                our lease ran out; carries .cause
@@ -101,6 +102,11 @@ class StoreError(ElasticError):
 
 class StoreUnavailable(StoreError):
     """The request certainly did not take effect; it is safe to try again."""
+
+
+class StoreRefused(StoreUnavailable):
+    """The store does not let us in, or we don't trust it: nothing took effect, and nothing will
+    until somebody mends a certificate, a password or a role. Those who run on try again."""
 
 
 class OutcomeUnknown(StoreError):

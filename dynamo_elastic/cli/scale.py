@@ -23,7 +23,13 @@ from dynamo_elastic.coordinator.records import (
 )
 from dynamo_elastic.coordinator.status import Status, read_status
 from dynamo_elastic.coordinator.targets import request_scale, succession, wait_outcome
-from dynamo_elastic.errors import ElasticError, StoreError, TargetRefused, TargetSuperseded
+from dynamo_elastic.errors import (
+    ElasticError,
+    StoreError,
+    StoreRefused,
+    TargetRefused,
+    TargetSuperseded,
+)
 from dynamo_elastic.topology import EMPTY
 
 
@@ -46,7 +52,7 @@ def scale(
 
 
 async def _scale(config: DeploymentConfig, ranks: int, timeout_s: float) -> TargetOutcome:
-    store, keys = EtcdStore(config.etcd.urls), Keys(config.deployment)
+    store, keys = EtcdStore.of(config.etcd), Keys(config.deployment)
     try:
         before = await _reachable(store, keys, config)
         if before.topology is None:
@@ -73,7 +79,7 @@ def status(
 
 
 async def _status(config: DeploymentConfig) -> Status:
-    store = EtcdStore(config.etcd.urls)
+    store = EtcdStore.of(config.etcd)
     try:
         return await _reachable(store, Keys(config.deployment), config)
     finally:
@@ -83,6 +89,8 @@ async def _status(config: DeploymentConfig) -> Status:
 async def _reachable(store: EtcdStore, keys: Keys, config: DeploymentConfig) -> Status:
     try:
         return await read_status(store, keys)
+    except StoreRefused:
+        raise
     except StoreError as exc:
         urls = ", ".join(config.etcd.urls)
         raise ElasticError(

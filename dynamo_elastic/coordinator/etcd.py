@@ -1,22 +1,24 @@
-"""EtcdStore: the Store on a real etcd, and the only importer of an etcd client.
+"""EtcdStore: the Store on a real etcd. With etcd_channel.py the only importer of an etcd client.
 
 It speaks etcd's own gRPC messages, as `etcd3` ships them, over grpc's asyncio channel: no thread
 between a watch event and the task that waits for it, a deadline on every call, and the gRPC status
 code of every failure still at hand, which is what tells "not applied" from "outcome unknown".
+Endpoints, TLS and passwords are in etcd_channel.py and etcd_access.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc
 from etcd3 import etcdrpc as rpc
-from grpc import StatusCode
 
+from dynamo_elastic.config_sections import EtcdConfig
+from dynamo_elastic.coordinator.etcd_access import EtcdAccess
+from dynamo_elastic.coordinator.etcd_channel import EtcdChannels, mapped, refusal_of
 from dynamo_elastic.coordinator.store import (
     Changed,
     Delete,
@@ -26,59 +28,26 @@ from dynamo_elastic.coordinator.store import (
     Versioned,
     Watch,
 )
-from dynamo_elastic.errors import (
-    ConfigError,
-    GuardFailed,
-    OutcomeUnknown,
-    SessionLost,
-    StoreUnavailable,
-)
+from dynamo_elastic.errors import GuardFailed, SessionLost, StoreUnavailable
 from dynamo_elastic.types import LeaseId
-
-# With these codes etcd (or our own channel) may have passed the request on before it failed.
-_MAYBE_APPLIED = frozenset(
-    {
-        StatusCode.ABORTED,
-        StatusCode.CANCELLED,
-        StatusCode.DATA_LOSS,
-        StatusCode.DEADLINE_EXCEEDED,
-        StatusCode.INTERNAL,
-        StatusCode.UNAVAILABLE,
-        StatusCode.UNKNOWN,
-    }
-)
-
-_CONNECT_POLL_S = 0.005
-
-_CHANNEL_OPTIONS = (
-    # The store is on our own network: a proxy of the environment is never right.
-    ("grpc.enable_http_proxy", 0),
-    # A watch on a peer that vanished without a FIN breaks in 13 s. etcd refuses pings under 5 s.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # Back within a second of etcd's return; grpc's own backoff grows to two minutes. The "min" is
-    # also how long one attempt to connect may take.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_receive_message_length", 64 << 20),
-)
 
 
 class EtcdStore:
     """Store on the etcd at `endpoints` (URLs). Use and close it in one event loop.
 
-    One endpoint is used until it can't be reached; then the next. Raises ConfigError for a URL that
-    is not http://host:port.
+    Raises ConfigError for a URL that is not http://host:port, or https:// with a CA.
     """
 
-    def __init__(self, endpoints: Sequence[str], *, timeout_s: float = 3.0) -> None:
-        self._targets = tuple(_target(url) for url in endpoints)
+    def __init__(
+        self, endpoints: Sequence[str], access: EtcdAccess | None = None, *, timeout_s: float = 3.0
+    ) -> None:
         self._timeout_s = timeout_s
-        self._channels: list[Any] = []
-        self._current = 0
+        self._channels = EtcdChannels(endpoints, access or EtcdAccess(), timeout_s=timeout_s)
+
+    @classmethod
+    def of(cls, config: EtcdConfig) -> EtcdStore:
+        """The store of a deployment's settings."""
+        return cls(config.urls, EtcdAccess.of(config))
 
     async def get(self, key: str) -> Versioned | None:
         request = rpc.RangeRequest(key=key.encode())
@@ -93,21 +62,17 @@ class EtcdStore:
         request = rpc.TxnRequest(
             compare=[_compare(g) for g in guards], success=[_request_op(op) for op in ops]
         )
-        channel = await self._channel()
-        with _mapped(write=True):
-            reply = await rpc.KVStub(channel).Txn(request, timeout=self._timeout_s)
+        reply = await self._call(lambda c: rpc.KVStub(c).Txn, request, write=True)
         if not reply.succeeded:
             raise GuardFailed(f"guards failed: {', '.join(g.key for g in guards)}")
         return int(reply.header.revision)
 
     @asynccontextmanager
     async def watch(self, prefix: str) -> AsyncIterator[Watch]:
-        channel = await self._channel()
-        with _mapped():
-            reply = await rpc.KVStub(channel).Range(
-                _prefix_request(prefix), timeout=self._timeout_s
-            )
-        call = rpc.WatchStub(channel).Watch()
+        reply = await self._read(_prefix_request(prefix))
+        channel = await self._channels.channel()
+        # Its token is good: the read has just renewed it if need be.
+        call = rpc.WatchStub(channel).Watch(metadata=self._channels.metadata())
         try:
             await self._start_watch(call, prefix, reply.header.revision + 1)
             yield _EtcdWatch(call, tuple(_versioned(kv) for kv in reply.kvs))
@@ -115,65 +80,51 @@ class EtcdStore:
             call.cancel()
 
     async def grant_lease(self, ttl_s: int) -> LeaseId:
-        channel = await self._channel()
         # A lease whose reply was lost runs out by itself: to the caller nothing has happened.
-        with _mapped():
-            reply = await rpc.LeaseStub(channel).LeaseGrant(
-                rpc.LeaseGrantRequest(TTL=ttl_s), timeout=self._timeout_s
-            )
+        request = rpc.LeaseGrantRequest(TTL=ttl_s)
+        reply = await self._call(lambda c: rpc.LeaseStub(c).LeaseGrant, request)
         return LeaseId(reply.ID)
 
     async def keep_alive(self, lease: LeaseId) -> None:
-        channel = await self._channel()
-        with _mapped():
-            call = rpc.LeaseStub(channel).LeaseKeepAlive(timeout=self._timeout_s)
+        async def renew(channel: Any) -> Any:
+            call = rpc.LeaseStub(channel).LeaseKeepAlive(
+                timeout=self._timeout_s, metadata=self._channels.metadata()
+            )
             try:
                 await call.write(rpc.LeaseKeepAliveRequest(ID=lease))
-                reply = await call.read()
+                return await call.read()
             finally:
                 call.cancel()
+
+        reply = await self._channels.admitted(renew)
         if reply is grpc.aio.EOF:
             raise StoreUnavailable("etcd ended the keep-alive stream")
         if reply.TTL <= 0:
             raise SessionLost(f"lease {lease:x} has run out")
 
     async def revoke_lease(self, lease: LeaseId) -> None:
-        channel = await self._channel()
+        request = rpc.LeaseRevokeRequest(ID=lease)
         try:
-            with _mapped(write=True):
-                await rpc.LeaseStub(channel).LeaseRevoke(
-                    rpc.LeaseRevokeRequest(ID=lease), timeout=self._timeout_s
-                )
+            await self._call(lambda c: rpc.LeaseStub(c).LeaseRevoke, request, write=True)
         except SessionLost:
             return
 
     async def close(self) -> None:
-        channels, self._channels = self._channels, []
-        for channel in channels:
-            await channel.close()
+        await self._channels.close()
 
     async def _read(self, request: Any) -> Any:
-        channel = await self._channel()
-        with _mapped():
-            return await rpc.KVStub(channel).Range(request, timeout=self._timeout_s)
+        return await self._call(lambda c: rpc.KVStub(c).Range, request)
 
-    async def _channel(self) -> Any:
-        """A connected channel, the one in use first. Raises StoreUnavailable if there is none.
+    async def _call(
+        self, method: Callable[[Any], Any], request: Any, *, write: bool = False
+    ) -> Any:
+        """One request and its reply. `method`: of a channel."""
 
-        A request is only ever sent on a channel that is connected: so a store that is down is told
-        from a reply that was lost by where the call failed, not by the text of its error.
-        """
-        if not self._channels:
-            self._channels = [
-                grpc.aio.insecure_channel(t, options=_CHANNEL_OPTIONS) for t in self._targets
-            ]
-        share_s = self._timeout_s / len(self._channels)
-        for _ in self._channels:
-            channel = self._channels[self._current]
-            if await _connected(channel, share_s):
-                return channel
-            self._current = (self._current + 1) % len(self._channels)
-        raise StoreUnavailable(f"etcd can't be reached at {', '.join(self._targets)}")
+        async def send(channel: Any) -> Any:
+            call = method(channel)
+            return await call(request, timeout=self._timeout_s, metadata=self._channels.metadata())
+
+        return await self._channels.admitted(send, write=write)
 
     async def _start_watch(self, call: Any, prefix: str, start_revision: int) -> None:
         create = rpc.WatchCreateRequest(
@@ -181,13 +132,14 @@ class EtcdStore:
         )
         try:
             async with asyncio.timeout(self._timeout_s):
-                with _mapped():
+                with mapped():
                     await call.write(rpc.WatchRequest(create_request=create))
                     created = await call.read()
         except TimeoutError as exc:
             raise StoreUnavailable(f"etcd did not start a watch in {self._timeout_s:g} s") from exc
         if created is grpc.aio.EOF or not created.created or created.canceled:
-            raise StoreUnavailable("etcd refused the watch")
+            why = "" if created is grpc.aio.EOF else created.cancel_reason
+            raise refusal_of(why) or StoreUnavailable(f"etcd refused the watch: {why}")
 
 
 class _EtcdWatch:
@@ -201,7 +153,7 @@ class _EtcdWatch:
 
     async def __aiter__(self) -> AsyncIterator[Changed]:
         while True:
-            with _mapped():
+            with mapped():
                 reply = await self._call.read()
             if reply is grpc.aio.EOF or reply.canceled:
                 raise StoreUnavailable("etcd ended the watch")
@@ -209,51 +161,6 @@ class _EtcdWatch:
                 kv = event.kv
                 deleted = event.type == event.DELETE
                 yield Changed(kv.key.decode(), None if deleted else kv.value, kv.mod_revision)
-
-
-async def _connected(channel: Any, timeout_s: float) -> bool:
-    """True once `channel` is connected; False after `timeout_s`."""
-    clock = asyncio.get_running_loop().time
-    deadline_s = clock() + timeout_s
-    # Asked, not awaited: a wait for the next state that is given up stays behind in grpc's queue
-    # and may complete after our loop has ended.
-    while channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.READY:
-        if clock() >= deadline_s:
-            return False
-        await asyncio.sleep(_CONNECT_POLL_S)
-    return True
-
-
-@contextmanager
-def _mapped(*, write: bool = False) -> Iterator[None]:
-    """Map every failure of one gRPC call to our errors; `write` if it could change something."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as exc:
-        code, details = exc.code(), exc.details()
-        message = f"etcd: {code.name}: {details}"
-        if code is StatusCode.NOT_FOUND:
-            raise SessionLost(f"etcd: {details}") from exc
-        if code is StatusCode.INVALID_ARGUMENT:
-            raise ValueError(message) from exc
-        if write and code in _MAYBE_APPLIED:
-            raise OutcomeUnknown(message) from exc
-        raise StoreUnavailable(message) from exc
-    except (grpc.aio.UsageError, asyncio.CancelledError) as exc:
-        # grpc raises these too when its channel is closed under a call; a task that really is
-        # being cancelled must see its cancellation.
-        task = asyncio.current_task()
-        if isinstance(exc, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise
-        kind = OutcomeUnknown if write else StoreUnavailable
-        raise kind("etcd: the store was closed during a call") from exc
-
-
-def _target(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or not parts.port:
-        raise ConfigError([f"etcd.endpoints: {url!r} is not http://host:port; correct it"])
-    return f"{parts.hostname}:{parts.port}"
 
 
 def _prefix_end(prefix: str) -> bytes:

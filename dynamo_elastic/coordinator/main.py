@@ -15,6 +15,7 @@ from dynamo_elastic.coordinator.api import ApiServer
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
 from dynamo_elastic.coordinator.records import Keys
+from dynamo_elastic.coordinator.store import check_admitted
 from dynamo_elastic.coordinator.timeline import TIMELINE_FILE, Timeline
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.failpoints import arm_from_environment
@@ -43,8 +44,9 @@ async def _run(config: DeploymentConfig, num_experts: int) -> None:
         Timeline(config.state_dir / TIMELINE_FILE),
     )
     config.state_dir.mkdir(parents=True, exist_ok=True)
-    store = EtcdStore(config.etcd.urls)
+    store = EtcdStore.of(config.etcd)
     try:
+        await check_admitted(store, deployment.keys.leader)
         api = ApiServer(store, deployment.keys, config.coordinator.api, config.scale, _name())
         work = asyncio.ensure_future(_coordinate(Coordinator(store, deployment, _name()), api))
         loop = asyncio.get_running_loop()

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from dynamo_elastic.errors import StoreRefused, StoreUnavailable
 from dynamo_elastic.types import FencingToken, LeaseId
 
 
@@ -114,6 +115,16 @@ class Store(Protocol):
     async def close(self) -> None:
         """Close connections. Idempotent."""
         ...
+
+
+async def check_admitted(store: Store, key: str) -> None:
+    """Return if the store lets us read `key`, or is away: that may pass. Raises StoreRefused."""
+    try:
+        await store.get(key)
+    except StoreRefused:
+        raise
+    except StoreUnavailable:
+        return
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.config_sections import VllmEngineConfig
+from dynamo_elastic.coordinator.etcd_access import EtcdAccess
 from dynamo_elastic.dynamo.base import SYSTEM_PORT
 
 _LOOPBACK = "127.0.0.1"
@@ -35,10 +36,29 @@ def dynamo_environment(config: DeploymentConfig) -> dict[str, str]:
     }
 
 
+def dynamo_secrets(config: DeploymentConfig) -> dict[str, str]:
+    """What Dynamo's runtime proves itself to etcd with; it takes contents, no paths. Not to be
+    shown or stored. Raises ConfigError if a file can't be read, or by others, too.
+
+    It knows certificates or a password, not both: over TLS etcd goes by the certificate's name.
+    """
+    credentials = EtcdAccess.of(config.etcd).read()
+    if config.etcd.encrypted:
+        return {
+            "ETCD_AUTH_CA": credentials.ca.decode(),
+            "ETCD_AUTH_CLIENT_CERT": credentials.cert.decode(),
+            "ETCD_AUTH_CLIENT_KEY": credentials.key.decode(),
+        }
+    if credentials.user:
+        return {"ETCD_AUTH_USERNAME": credentials.user, "ETCD_AUTH_PASSWORD": credentials.password}
+    return {}
+
+
 def engine_dynamo_environment(config: DeploymentConfig, slot: int) -> dict[str, str]:
     """What the engine of `slot` is given of it with its identity: all, if it is Dynamo's worker
-    itself, and a system port of its own."""
+    itself, and a system port of its own. With secrets."""
     if not isinstance(config.engine, VllmEngineConfig):
         return {}
     port = config.engine_system_port(slot)
-    return dynamo_environment(config) | ({SYSTEM_PORT: str(port)} if port else {})
+    known = dynamo_environment(config) | dynamo_secrets(config)
+    return known | ({SYSTEM_PORT: str(port)} if port else {})

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 
 from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.coordinator.etcd_access import EtcdAccess
 from dynamo_elastic.dynamo.environment import dynamo_environment
 from dynamo_elastic.errors import ElasticError
 
@@ -89,6 +90,7 @@ def _constrained(config: DeploymentConfig, settings: dict[str, Any]) -> dict[str
         "needs": ["observations.fpm"],
         "kwargs": {
             "endpoints": list(config.etcd.urls),
+            "access": EtcdAccess.of(config.etcd).to_json(),
             "deployment": config.deployment,
             "namespace": config.namespace,
             "full_kv_share": _full_kv_share(settings),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dynamo.common.forward_pass_metrics import decode as decode_metrics
@@ -24,6 +24,7 @@ from dynamo.planner.plugins.types import (
 )
 
 from dynamo_elastic.coordinator.etcd import EtcdStore
+from dynamo_elastic.coordinator.etcd_access import EtcdAccess
 from dynamo_elastic.coordinator.records import CapacityRecord, Keys, decode
 from dynamo_elastic.dynamo.widths import nearest_width
 
@@ -39,10 +40,18 @@ class LegalWidths:
     was, and the log says why."""
 
     def __init__(
-        self, *, endpoints: Sequence[str], deployment: str, namespace: str, full_kv_share: float
+        self,
+        *,
+        endpoints: Sequence[str],
+        deployment: str,
+        namespace: str,
+        full_kv_share: float,
+        access: Mapping[str, Any] | None = None,
     ) -> None:
-        """`full_kv_share` is the share of a rank's KV cache at which the planner goes up."""
+        """`full_kv_share` is the share of a rank's KV cache at which the planner goes up; `access`
+        is of EtcdAccess.to_json()."""
         self._endpoints = tuple(endpoints)
+        self._access = EtcdAccess.from_json(access or {})
         self._keys = Keys(deployment)
         self._cards = f"v1/mdc/{namespace}/"
         self._full_kv_share = full_kv_share
@@ -61,7 +70,7 @@ class LegalWidths:
         current, wanted = _ready(request), _proposed(request)
         if current is None or wanted is None or wanted == current:
             return self._pass("")
-        store = self._store = self._store or EtcdStore(self._endpoints)
+        store = self._store = self._store or EtcdStore(self._endpoints, self._access)
         stored = await store.get(self._keys.capacity)
         if stored is None:
             return self._pass(f"decision not looked at: nothing under {self._keys.capacity}")

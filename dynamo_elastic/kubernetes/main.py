@@ -19,6 +19,7 @@ from dynamo_elastic.config import (
 )
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.records import Keys
+from dynamo_elastic.coordinator.store import check_admitted
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.failpoints import arm_from_environment
 from dynamo_elastic.kubernetes.api import ApiCluster, connect
@@ -46,13 +47,15 @@ async def _run(config: DeploymentConfig, args: argparse.Namespace) -> None:
     served = Served(config.namespace, config.model.name)
     client = await connect()
     cluster = ApiCluster(client, args.namespace, args.graph, args.component, served)
-    store = EtcdStore(config.etcd.urls)
+    store = EtcdStore.of(config.etcd)
+    keys = Keys(config.deployment)
     name = f"{socket.gethostname()}-{os.getpid()}"
-    controller = Controller(store, cluster, Deployment(Keys(config.deployment), limits), name)
-    work = asyncio.ensure_future(controller.run())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, work.cancel)
+    controller = Controller(store, cluster, Deployment(keys, limits), name)
     try:
+        await check_admitted(store, keys.controller)
+        work = asyncio.ensure_future(controller.run())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, work.cancel)
         await asyncio.wait({work})
         if not work.cancelled():
             work.result()

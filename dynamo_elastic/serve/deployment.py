@@ -20,7 +20,7 @@ from dynamo_elastic.coordinator.session import Session
 from dynamo_elastic.coordinator.store import Delete, Guard, Put, Store
 from dynamo_elastic.dynamo.decisions import PlannerKeys
 from dynamo_elastic.dynamo.watcher import PlannerWatcher, Widths
-from dynamo_elastic.errors import ConfigError, ElasticError, GuardFailed, StoreError
+from dynamo_elastic.errors import ConfigError, ElasticError, GuardFailed, StoreError, StoreRefused
 from dynamo_elastic.phases import Phase
 from dynamo_elastic.serve import plan
 from dynamo_elastic.serve.preflight import check_host, state_directory
@@ -122,12 +122,12 @@ async def _make_images(config: DeploymentConfig, say: Say) -> None:
 
 async def _open_store(builder: _Builder) -> Store:
     config = builder.config
-    store = EtcdStore(config.etcd.urls)
+    store, probe = EtcdStore.of(config.etcd), Keys(config.deployment).owner
 
     async def answers() -> None:
         while True:
             try:
-                await store.get("/dynamo-elastic/probe")
+                await store.get(probe)
             except StoreError:
                 await asyncio.sleep(0.1)
             else:
@@ -141,7 +141,9 @@ async def _open_store(builder: _Builder) -> Store:
         await builder.launch(plan.etcd_spec(config), answers, _START_TIMEOUT_S)
     else:
         try:
-            await store.get("/dynamo-elastic/probe")
+            await store.get(probe)
+        except StoreRefused as exc:
+            raise ConfigError([f"etcd.endpoints: {exc}"]) from exc
         except StoreError as exc:
             urls = ", ".join(config.etcd.urls)
             raise ConfigError(

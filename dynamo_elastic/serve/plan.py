@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.config_launch import CONFIG_FLAG, SLOT_FLAG
-from dynamo_elastic.config_sections import VllmEngineConfig
-from dynamo_elastic.dynamo.environment import dynamo_environment
+from dynamo_elastic.config_sections import Section, VllmEngineConfig
+from dynamo_elastic.dynamo.environment import dynamo_environment, dynamo_secrets
 from dynamo_elastic.dynamo.launch import frontend_argv, planner_argv, planner_environment
 from dynamo_elastic.engine.launch import engine_python
 from dynamo_elastic.serve.processes import ProcessSpec
+
+_ETCD_FILES = ("ca_file", "cert_file", "key_file", "password_file")
 
 
 def absolute(config: DeploymentConfig) -> DeploymentConfig:
@@ -24,18 +27,24 @@ def absolute(config: DeploymentConfig) -> DeploymentConfig:
     kept = config.observe.operations_dir
     observe = config.observe.model_copy(update={"operations_dir": kept.resolve() if kept else None})
     api = config.coordinator.api
-    token_file = api.token_file.resolve() if api.token_file else None
-    api = api.model_copy(update={"token_file": token_file})
+    api = api.model_copy(update=_absolute(api, "token_file"))
     return config.model_copy(
         update={
             "model": model,
             "engine": engine,
+            "etcd": config.etcd.model_copy(update=_absolute(config.etcd, *_ETCD_FILES)),
             "snapshot": config.snapshot.model_copy(update={"catalog": catalog}),
             "coordinator": config.coordinator.model_copy(update={"api": api}),
             "observe": observe,
             "run_dir": config.run_dir.resolve(),
         }
     )
+
+
+def _absolute(section: Section, *names: str) -> dict[str, Path]:
+    """Those settings that are given, as absolute paths."""
+    found = {name: getattr(section, name) for name in names}
+    return {name: path.resolve() for name, path in found.items() if path is not None}
 
 
 def config_file(config: DeploymentConfig) -> Path:
@@ -96,6 +105,7 @@ def frontend_spec(config: DeploymentConfig) -> ProcessSpec:
         frontend_argv(config),
         _log(config, "frontend"),
         environment=dynamo_environment(config),
+        secrets=partial(dynamo_secrets, config),
         always=True,
     )
 
@@ -106,6 +116,7 @@ def planner_spec(config: DeploymentConfig) -> ProcessSpec:
         planner_argv(config),
         _log(config, "planner"),
         environment=planner_environment(config),
+        secrets=partial(dynamo_secrets, config),
         always=True,
     )
 

@@ -45,6 +45,8 @@ class ProcessSpec:
     always: bool = False
     """Started again after exit code 0, too: Dynamo's own end so when they lose their lease."""
     stop_timeout_s: float = 10.0
+    secrets: Callable[[], Mapping[str, str]] = dict
+    """More of its environment, read at each start and shown nowhere."""
 
 
 @dataclass(slots=True)
@@ -147,7 +149,7 @@ async def _spawn(spec: ProcessSpec) -> asyncio.subprocess.Process:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env={**inherited_environment(), **spec.environment},
+            env={**inherited_environment(), **spec.environment, **spec.secrets()},
             start_new_session=True,
         )
 

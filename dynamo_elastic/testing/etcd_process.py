@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dynamo_elastic.testing.certificates import Pair
+
 _START_TIMEOUT_S = 20.0
 
 
@@ -36,11 +38,17 @@ class EtcdProcess:
     directory: Path
     client_port: int = field(default_factory=free_port)
     peer_port: int = field(default_factory=free_port)
+    ca_file: Path | None = None
+    """With it clients are served over TLS, and must have a certificate of that authority."""
+    server: Pair | None = None
+    more: tuple[str, ...] = ()
+    """Further arguments."""
+    _metrics_port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.client_port}"
+        return f"{'https' if self.server else 'http'}://127.0.0.1:{self.client_port}"
 
     def start(self) -> None:
         """Start it, on the data it had before if it was killed, and wait until it answers."""
@@ -48,7 +56,11 @@ class EtcdProcess:
         argv = ["etcd", "--name=test", f"--data-dir={self.directory / 'data'}", "--logger=zap"]
         argv += [f"--listen-client-urls={self.url}", f"--advertise-client-urls={self.url}"]
         argv += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
-        argv += [f"--initial-cluster=test={peer}"]
+        argv += [f"--initial-cluster=test={peer}", *self.more]
+        if self.server is not None:
+            argv += [f"--cert-file={self.server.cert}", f"--key-file={self.server.key}"]
+            argv += [f"--trusted-ca-file={self.ca_file}", "--client-cert-auth"]
+            argv += [f"--listen-metrics-urls=http://127.0.0.1:{self._metrics_port}"]
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / "etcd.log").open("ab") as out:
             self._process = subprocess.Popen(argv, stdout=out, stderr=out)
@@ -81,7 +93,8 @@ class EtcdProcess:
         raise RuntimeError(f"etcd did not start: see {self.directory / 'etcd.log'}")
 
     def _healthy(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.client_port, timeout=1.0)
+        port = self._metrics_port if self.server else self.client_port
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
@@ -92,9 +105,10 @@ class EtcdProcess:
 
 
 @contextmanager
-def etcd_process(directory: Path) -> Iterator[EtcdProcess]:
-    """A running etcd that keeps its data under `directory`; ended on leaving."""
-    etcd = EtcdProcess(directory)
+def etcd_process(directory: Path, etcd: EtcdProcess | None = None) -> Iterator[EtcdProcess]:
+    """A running etcd (`etcd`, or a plain one) that keeps its data under `directory`; ended on
+    leaving."""
+    etcd = etcd or EtcdProcess(directory)
     try:
         etcd.start()
         yield etcd

@@ -69,7 +69,7 @@ class ServedDeployment:
         """Run `body(store)` on a store of its own."""
 
         async def run() -> T:
-            store = EtcdStore(self.config.etcd.urls)
+            store = EtcdStore.of(self.config.etcd)
             try:
                 return await body(store)
             finally:

@@ -15,9 +15,10 @@ from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.config_launch import launch_parser, read_launch_line, read_slot
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.records import Keys, MemberRecord, MemberState
-from dynamo_elastic.dynamo.environment import dynamo_environment
+from dynamo_elastic.coordinator.store import check_admitted
+from dynamo_elastic.dynamo.environment import dynamo_environment, dynamo_secrets
 from dynamo_elastic.engine.client import EngineClient
-from dynamo_elastic.errors import ConfigError
+from dynamo_elastic.errors import ConfigError, StoreRefused
 from dynamo_elastic.failpoints import arm_from_environment
 from dynamo_elastic.types import WorkerId
 from dynamo_elastic.worker.base import ShellParts
@@ -40,7 +41,7 @@ async def serve(config: DeploymentConfig, slot: int) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    store, agent = EtcdStore(config.etcd.urls), AgentClient(config.agent_socket)
+    store, agent = EtcdStore.of(config.etcd), AgentClient(config.agent_socket)
     name, keys = worker_id(slot), Keys(config.deployment)
     control = ElasticControl(
         store, keys, name, operation_timeout_s=config.scale.operation_timeout_s
@@ -62,6 +63,7 @@ async def serve(config: DeploymentConfig, slot: int) -> None:
     participant = Participant(parts, presence, desk)
     shell = Shell(parts, presence, participant, lease_ttl_s=config.scale.lease_ttl_s)
     try:
+        await check_admitted(store, keys.topology)
         await shell.run(stop)
     finally:
         await instance.shutdown()
@@ -78,8 +80,8 @@ def main() -> None:
     try:
         config, own = read_launch_line(parser, sys.argv[1:], os.environ)
         slot = read_slot(own, config, os.environ)
-    except ConfigError as exc:
+        os.environ.update(dynamo_environment(config) | dynamo_secrets(config))
+        arm_from_environment(worker_id(slot))
+        asyncio.run(serve(config, slot))
+    except (ConfigError, StoreRefused) as exc:
         sys.exit(f"worker: {exc}")
-    os.environ.update(dynamo_environment(config))
-    arm_from_environment(worker_id(slot))
-    asyncio.run(serve(config, slot))

@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from dynamo_elastic.coordinator import etcd as etcd_module
 from dynamo_elastic.coordinator.etcd import EtcdStore
+from dynamo_elastic.coordinator.etcd_channel import MAYBE_APPLIED, mapped
 from dynamo_elastic.coordinator.session import Session
 from dynamo_elastic.coordinator.store import Put
 from dynamo_elastic.errors import ConfigError, OutcomeUnknown, SessionLost, StoreUnavailable
@@ -97,13 +97,13 @@ def test_every_grpc_code_is_mapped(code: grpc.StatusCode) -> None:
     error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="why")
     for write in (False, True):
         expected: type[Exception] = StoreUnavailable
-        if write and code in etcd_module._MAYBE_APPLIED:
+        if write and code in MAYBE_APPLIED:
             expected = OutcomeUnknown
         if code is grpc.StatusCode.NOT_FOUND:
             expected = SessionLost
         if code is grpc.StatusCode.INVALID_ARGUMENT:
             expected = ValueError
-        with pytest.raises(expected, match="why"), etcd_module._mapped(write=write):
+        with pytest.raises(expected, match="why"), mapped(write=write):
             raise error
 
 
