@@ -36,6 +36,7 @@ from dynamo_elastic.worker.base import ShellParts
 from dynamo_elastic.worker.engine_slot import EngineSlot
 from dynamo_elastic.worker.presence import Presence
 from dynamo_elastic.worker.requests import RequestDesk
+from dynamo_elastic.worker.traffic import TokenMeter
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,11 @@ class Participant:
             Step.THAW: self.thaw,
             Step.ABORT: self.abort,
         }
+
+    @property
+    def meter(self) -> TokenMeter:
+        """Sees every token that is handed out here."""
+        return self._desk.meter
 
     async def run(self, command: CommandRecord) -> Payload:
         """Run one step; returns what its acknowledgement carries. Raises ElasticError, or

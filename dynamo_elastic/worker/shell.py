@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -26,11 +27,13 @@ from dynamo_elastic.errors import (
     StaleCommand,
     StoreError,
 )
+from dynamo_elastic.logs import change_log_fields, log_fields
 from dynamo_elastic.topology import Topology
 from dynamo_elastic.types import FencingToken, WorkerId
 from dynamo_elastic.worker.base import ShellParts
 from dynamo_elastic.worker.participant import Participant
 from dynamo_elastic.worker.presence import Presence
+from dynamo_elastic.worker.teller import TrafficTeller
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class Shell:
         self._acked: AckRecord | None = None
         self._payloads = CommonPayloads(parts.store, parts.keys)
         self._one_at_a_time = asyncio.Lock()
+        self._teller = TrafficTeller(parts, presence, participant.meter)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then let requests finish for a moment: the frontend moves the
@@ -125,8 +129,12 @@ class Shell:
             if running is not None and not running.done():
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
-            work = self._settle_down() if command is None else self._answer(command)
-            running = tasks.create_task(work)
+            if command is None:
+                tasks.create_task(self._teller.tell())
+                running = tasks.create_task(self._settle_down())
+            else:
+                self._teller.see(command)
+                running = tasks.create_task(self._answer(command))
 
     async def _settle_down(self) -> None:
         while True:
@@ -148,6 +156,15 @@ class Shell:
         self._token = command.token
 
     async def _answer(self, command: CommandRecord) -> None:
+        with log_fields(
+            operation_id=command.operation_id,
+            epoch=command.epoch,
+            phase=command.step,
+            worker_id=self._worker,
+        ):
+            await self._answer_it(command)
+
+    async def _answer_it(self, command: CommandRecord) -> None:
         acked = self._acked
         if acked is None or (acked.operation_id, acked.seq) != (command.operation_id, command.seq):
             self._acked = await self._run(command)
@@ -158,11 +175,12 @@ class Shell:
 
     async def _run(self, command: CommandRecord) -> AckRecord:
         clock = asyncio.get_running_loop().time
-        began = clock()
+        began, began_at_s = clock(), time.time()
         status, reason, payload = AckStatus.FAILED, "", dict[str, Any]()
         try:
             async with asyncio.timeout(command.deadline_s), self._one_at_a_time:
                 whole = await self._payloads.completed(command)
+                change_log_fields(rank=_rank_of(self._worker, whole))
                 payload = await self._participant.run(whole)
             status = AckStatus.DONE
         except SessionLost:
@@ -180,24 +198,12 @@ class Shell:
             reason=reason,
             elapsed_s=clock() - began,
             payload=payload,
+            began_at_s=began_at_s,
         )
-        self._log_step(command, ack)
-        return ack
-
-    def _log_step(self, command: CommandRecord, ack: AckRecord) -> None:
         level = logging.INFO if ack.status is AckStatus.DONE else logging.ERROR
-        log.log(
-            level,
-            "operation %s epoch %d: %s %s in %.3f s%s",
-            *(command.operation_id, command.epoch, command.step, ack.status, ack.elapsed_s),
-            f": {ack.reason}" if ack.reason else "",
-            extra={
-                "operation_id": command.operation_id,
-                "epoch": command.epoch,
-                "phase": command.step,
-                "worker_id": self._worker,
-            },
-        )
+        why = f": {ack.reason}" if ack.reason else ""
+        log.log(level, "%s %s in %.3f s%s", ack.step, ack.status, ack.elapsed_s, why)
+        return ack
 
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
         """Tell the engine of decisions, and leave when the topology has no place for it."""
@@ -239,6 +245,12 @@ class Shell:
     @property
     def _worker(self) -> WorkerId:
         return self._parts.worker_id
+
+
+def _rank_of(worker: WorkerId, command: CommandRecord) -> int | None:
+    """Of `worker` in the topology that the command's operation makes, for the log."""
+    members = command.payload.get("topology", {}).get("members", ())
+    return next((k for k, m in enumerate(members) if m.get("worker_id") == worker), None)
 
 
 async def values_of(store: Store, key: str) -> AsyncIterator[bytes | None]:
