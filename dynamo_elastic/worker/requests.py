@@ -13,6 +13,7 @@ from typing import Any
 from dynamo_elastic.dynamo.base import Context
 from dynamo_elastic.engine.base import Engine, Finish, Output, Request
 from dynamo_elastic.errors import EngineError, EngineGone, RequestMoved, RequestRefused
+from dynamo_elastic.worker.traffic import GONE, MOVED, TokenMeter
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
@@ -94,7 +95,9 @@ class RequestDesk:
     is closed requests are sent on to another rank.
     """
 
-    def __init__(self, max_context: int) -> None:
+    def __init__(self, max_context: int, meter: TokenMeter | None = None) -> None:
+        self.meter = meter or TokenMeter()
+        """Sees every token that is handed out here."""
         self._max_context = max_context
         self._engine: Engine | None = None
         self._queues: dict[str, _Queue] = {}
@@ -142,9 +145,11 @@ class RequestDesk:
         stopped = context.async_killed_or_stopped()
         stopped.add_done_callback(lambda _: queue.put_nowait(_Gone.CLIENT))
         last: Output | _Gone = _Gone.CLIENT
+        stream = self.meter.stream(context.id())
         try:
             await _submit(engine, asked)
             while isinstance(last := await queue.get(), Output):
+                stream.tokens(len(last.tokens))
                 if last.tokens or last.finish in _REASONS:
                     yield _item(last)
                 if last.finish is not None:
@@ -153,6 +158,7 @@ class RequestDesk:
         finally:
             del self._queues[request_id]
             stopped.cancel()
+            stream.ended(_outcome(last))
             if last is _Gone.CLIENT or (isinstance(last, Output) and last.finish is None):
                 await _cancel(engine, request_id)
 
@@ -163,6 +169,13 @@ _REASONS = {
     Finish.CANCELLED: "cancelled",
 }
 """Ends that the client is told of. The others go on elsewhere."""
+
+
+def _outcome(last: Output | _Gone) -> str:
+    """How a request ended here, for the metrics."""
+    if isinstance(last, Output) and last.finish is not None:
+        return _REASONS.get(last.finish, MOVED)
+    return MOVED if last is _Gone.ENGINE else GONE
 
 
 def _item(output: Output) -> dict[str, Any]:
