@@ -1,0 +1,258 @@
+"""vLLM's elastic expert parallelism, upstream's and ours: same flags, shape, clients and meter.
+
+    python benchmarks/vllm_elastic.py run   --run-id A --engine upstream --widths 2,4,2
+    python benchmarks/vllm_elastic.py run   --run-id A --engine ours     --widths 2,4,2
+    python benchmarks/vllm_elastic.py report --run-id A
+
+`run` is start, scale for each width, and stop; each is a command of its own that goes on where the
+last one ended, so that no command takes longer than nine minutes. What was measured is written as
+it comes to WORK/RUN_ID/ENGINE/measured.json; `report` joins both engines into one result. vLLM's
+smallest width with an external load balancer is 2; with fewer GPUs than ranks, ranks share them,
+and the times are good for comparing one engine with the other alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from provenance import write_result
+from vllm_elastic_meter import (
+    Clients,
+    encoded,
+    first_token_s,
+    logprobs,
+    seen,
+    worst_difference,
+)
+from vllm_elastic_ranks import MODEL, OURS, UPSTREAM, Group, Setup, write_shape
+
+_SETTLE_S = 3.0
+"""Before a scale operation, for a first look at the gaps; and after it."""
+_SCALE_TIMEOUT_S = 300.0
+_SCORED = {"prompts": 4, "tokens": 8}
+
+
+class Measured:
+    """Everything of one engine's run so far, in its file at all times."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "measured.json"
+        self.steps: list[dict[str, Any]] = []
+        if self._path.exists():
+            self.steps = json.loads(self._path.read_text())
+
+    def add(self, step: str, **values: Any) -> None:
+        self.steps.append({"step": step, **values})
+        self._path.write_text(encoded(self.steps))
+        print(json.dumps(self.steps[-1], default=str), flush=True)
+
+    def last(self, step: str) -> dict[str, Any]:
+        return next((s for s in reversed(self.steps) if s["step"] == step), {})
+
+
+async def start(arguments: argparse.Namespace, folder: Path) -> None:
+    """Boot a group, cold, to its first width; with --early-joiners also those that come later,
+    which then have their imports behind them when the group scales."""
+    widths = arguments.widths
+    most = max(arguments.max_ranks, *widths)
+    setup = Setup(
+        arguments.engine, arguments.layers, arguments.gpus, most,
+        arguments.port, arguments.rpc_port, arguments.flags,
+    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    write_shape(folder / "model", arguments.layers)
+    group = Group(setup, folder, widths[0])
+    for rank in range(widths[0]):
+        group.start(rank, widths[0], joins=False)
+    if arguments.early_joiners:
+        for rank in range(widths[0], max(widths)):
+            group.start(rank, max(widths), joins=True)
+    up_s = await group.wait_up(range(widths[0]), arguments.start_timeout_s)
+    measured = Measured(folder)
+    measured.add("start", width=widths[0], cold_start_s=round(up_s, 1), setup=asdict(setup))
+    await score(group, measured, f"started at {widths[0]}")
+
+
+async def score(group: Group, measured: Measured, when: str) -> None:
+    """Log-probabilities of every rank, against the first ones that were measured."""
+    first = measured.last("first score").get("logprobs")
+    worst: dict[int, float | None] = {}
+    for rank in range(group.width):
+        found = await logprobs(lambda body, r=rank: _ask(group, r, body), MODEL, **_SCORED)
+        if first is None and found:
+            first = found
+            measured.add("first score", logprobs=found)
+        worst[rank] = worst_difference(first, found)
+    measured.add("score", when=when, max_abs_err_by_rank=worst)
+
+
+async def _ask(group: Group, rank: int, body: Any) -> tuple[int, Any]:
+    return await group.post(rank, "/v1/completions", body, 60)
+
+
+async def scale(group: Group, measured: Measured, width: int, arguments: Any) -> bool:
+    """Scale under load; False if a rank refused."""
+    before = group.width
+    stay = range(min(before, width))
+    clients = Clients(group.url, MODEL, tokens=arguments.tokens)
+    clients.start(stay, arguments.clients)
+    await asyncio.sleep(_SETTLE_S)
+    began_s = time.monotonic()
+    for rank in range(before, width):
+        if rank not in group.pids:
+            group.start(rank, width, joins=True)
+    answers = await asyncio.gather(
+        *(_scale_rank(group, rank, width, began_s) for rank in range(before))
+    )
+    total_s = max(answer["answered_s"] for answer in answers)
+    ok = all(answer["status"] == 200 for answer in answers)
+    values: dict[str, Any] = {"from": before, "to": width, "ok": ok, "total_s": round(total_s, 3)}
+    if ok:
+        group.width = width
+        group.save()
+        values |= await _joiners(group, range(before, width))
+    await asyncio.sleep(_SETTLE_S)
+    await clients.stop()
+    window = seen(clients.streams, began_s, began_s + total_s + 1.0)
+    quiet = seen(clients.streams, began_s - _SETTLE_S + 1.0, began_s)
+    measured.add(
+        "scale", **values, ranks=answers, seen=asdict(window),
+        before=asdict(quiet), early_joiners=arguments.early_joiners,
+    )  # fmt: skip
+    if ok and width < before:
+        group.end(range(width, before))
+    if ok:
+        await score(group, measured, f"after {before} -> {width}")
+    return ok
+
+
+async def _scale_rank(group: Group, rank: int, width: int, began_s: float) -> dict[str, Any]:
+    body = {"new_data_parallel_size": width}
+    status, answer = await group.post(rank, "/scale_elastic_ep", body, _SCALE_TIMEOUT_S)
+    said = "" if status == 200 else str(answer)[:300]
+    answered_s = round(time.monotonic() - began_s, 3)
+    return {"rank": rank, "status": status, "answered_s": answered_s, "said": said}
+
+
+async def _joiners(group: Group, ranks: Sequence[int]) -> dict[str, Any]:
+    """Ranks that have joined answer from now on: when, and how long the first token takes."""
+    if not ranks:
+        return {}
+    up_s = await group.wait_up(ranks, 60)
+    first = {
+        rank: await first_token_s(lambda body, r=rank: _ask(group, r, body), MODEL)
+        for rank in ranks
+    }
+    return {"joiners_healthy_after_s": round(up_s, 3), "joiner_first_token_s": first}
+
+
+async def run(arguments: argparse.Namespace, folder: Path) -> None:
+    """All of it. The group is ended in any case."""
+    try:
+        await start(arguments, folder)
+        group, measured = Group.load(folder), Measured(folder)
+        for width in arguments.widths[1:]:
+            if not await scale(group, measured, width, arguments):
+                break
+    finally:
+        if (folder / "group.json").exists():
+            group = Group.load(folder)
+            group.end(sorted(group.pids))
+
+
+def report(root: Path) -> None:
+    """One result of both engines' steps. Raises SystemExit if there are none."""
+    steps = {e: Measured(root / e).steps for e in (UPSTREAM, OURS) if (root / e).is_dir()}
+    if not any(steps.values()):
+        raise SystemExit(f"nothing was measured in {root}")
+    metrics: dict[str, float] = {}
+    for engine, of_engine in steps.items():
+        metrics |= {f"{engine}_{name}": value for name, value in metrics_of(of_engine).items()}
+    print(json.dumps(metrics, indent=1))
+    print(write_result("vllm_elastic", metrics, steps))
+
+
+def metrics_of(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The worst of each kind: an operation that failed counts too."""
+    metrics: dict[str, float] = {}
+
+    def worst(name: str, value: float) -> None:
+        metrics[name] = max(value, metrics.get(name, 0.0))
+
+    for step in steps:
+        if step["step"] == "start":
+            worst("cold_start_s", step["cold_start_s"])
+        elif step["step"] == "scale":
+            way = "up" if step["to"] > step["from"] else "down"
+            worst(f"{way}_failed", float(not step["ok"]))
+            worst(f"{way}_s", step["total_s"])
+            worst(f"gap_{way}_s", step["seen"]["longest_gap_s"])
+            metrics["requests_failed"] = metrics.get("requests_failed", 0) + step["seen"]["failed"]
+        elif step["step"] == "score":
+            errors = [e for e in step["max_abs_err_by_rank"].values() if e is not None]
+            worst("logprob_max_abs_err", max(errors, default=0.0))
+            worst("ranks_without_score", float(len(step["max_abs_err_by_rank"]) - len(errors)))
+    return metrics
+
+
+def _widths(text: str) -> list[int]:
+    widths = [int(word) for word in text.split(",")]
+    if min(widths) < 2:
+        raise argparse.ArgumentTypeError(
+            "vLLM 0.33 starts no external-load-balancer group below 2 ranks"
+        )
+    return widths
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("run", "start", "scale", "score", "stop", "report"))
+    parser.add_argument("--run-id", required=True, help="joins commands and engines")
+    parser.add_argument("--engine", choices=(UPSTREAM, OURS), default=UPSTREAM)
+    parser.add_argument("--widths", type=_widths, default=[2, 4, 2], help="scale: the first one")
+    parser.add_argument("--max-ranks", type=int, default=0, help="default: the largest width")
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--clients", type=int, default=4, help="at each rank that stays")
+    parser.add_argument("--tokens", type=int, default=256, help="of one request")
+    parser.add_argument("--early-joiners", action="store_true")
+    parser.add_argument("--start-timeout-s", type=float, default=330)
+    parser.add_argument("--port", type=int, default=8130)
+    parser.add_argument("--rpc-port", type=int, default=13345)
+    parser.add_argument("--work", type=Path, default=Path(".demo/vllm_elastic"))
+    parser.add_argument("flags", nargs="*", help="more flags of vLLM, after --")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _arguments()
+    root = arguments.work / arguments.run_id
+    folder = root / arguments.engine
+    if arguments.command == "report":
+        report(root)
+    elif arguments.command in ("run", "start"):
+        asyncio.run((run if arguments.command == "run" else start)(arguments, folder))
+    else:
+        _go_on(arguments, Group.load(folder), Measured(folder))
+
+
+def _go_on(arguments: argparse.Namespace, group: Group, measured: Measured) -> None:
+    if arguments.command == "stop":
+        group.end(sorted(group.pids))
+    elif arguments.command == "score":
+        asyncio.run(score(group, measured, f"at {group.width}"))
+    elif not asyncio.run(scale(group, measured, arguments.widths[0], arguments)):
+        raise SystemExit("the group did not scale: see measured.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""How a `vllm serve` or `dynamo.vllm` becomes one of ours: two flags and an environment. Pure."""
+
+from __future__ import annotations
+
+ADAPTER = "dynamo_elastic.engine.vllm.v0_33"
+EXECUTOR = f"{ADAPTER}.executor.ElasticExecutor"
+WORKER = f"{ADAPTER}.worker.ElasticWorker"
+
+
+def elastic_flags() -> list[str]:
+    """Flags that every rank of a group needs. The executor's module is imported in the API process
+    and in the engine core before either looks up the classes that we replace; the worker's in the
+    worker."""
+    return ["--distributed-executor-backend", EXECUTOR, "--worker-cls", WORKER]
+
+
+def elastic_environment() -> dict[str, str]:
+    """UCX must not keep mappings of a peer's memory: a rank that holds one can't be parked."""
+    return {"UCX_CUDA_IPC_CACHE": "n", "UCX_MEM_MMAP_HOOK_MODE": "none"}

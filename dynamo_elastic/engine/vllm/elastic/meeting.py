@@ -1,0 +1,140 @@
+"""Ranks of one scale operation meet on its store, with a deadline, and go when it is given up.
+
+vLLM's own waits block inside the store's client for up to 300 s, hold its lock meanwhile, and can't
+be told that the operation is over. These look every few milliseconds instead.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from dynamo_elastic.errors import EngineError
+
+_EPOCH = "elastic_ep/external/current_epoch"
+
+
+class Store(Protocol):
+    """What we need of torch's TCPStore. A client belongs to one thread at a time: one that waits
+    in it keeps the others out."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class GivenUp(EngineError):
+    """The scale operation is over before its commit, by our own word or a peer's; `reason` says
+    why. The ranks that serve go on as before."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the scale operation was given up: {reason}", took_effect=False)
+        self.reason = reason
+
+
+def error_key(epoch: str) -> str:
+    """Where vLLM's coordinator puts the reason why an operation failed."""
+    return f"elastic_ep/external/{epoch}/error"
+
+
+def error_of(store: Store) -> str | None:
+    """Why the operation of this store failed; None if it did not, or there is none yet."""
+    if not store.check([_EPOCH]):
+        return None
+    key = error_key(store.get(_EPOCH).decode())
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def publish_error(store: Store, reason: str) -> None:
+    """Everybody who waits on this store learns that the operation is over; the first reason
+    stays. A store that is gone has nobody left to tell."""
+    with suppress(RuntimeError):
+        if error_of(store) is None and store.check([_EPOCH]):
+            store.set(error_key(store.get(_EPOCH).decode()), reason or "no reason given")
+
+
+class Meeting:
+    """Waits of one rank on the store of one operation. `told_in` is where its failure is told, if
+    `store` is but a part of that."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        timeout_s: float,
+        poll_s: float = 0.005,
+        over: threading.Event | None = None,
+        told_in: Store | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._told_in = store if told_in is None else told_in
+        self._clock = clock
+        self._sleep = sleep
+        self._poll_s = poll_s
+        self._timeout_s = timeout_s
+        self._deadline_s = clock() + timeout_s
+        self._over = over if over is not None else threading.Event()
+
+    @property
+    def store(self) -> Store:
+        return self._store
+
+    def left_s(self) -> float:
+        """Seconds until the deadline, 0 when it has passed."""
+        return max(0.0, self._deadline_s - self._clock())
+
+    def give_up(self) -> None:
+        """Whoever waits here stops, in whatever thread."""
+        self._over.set()
+
+    def check(self) -> None:
+        """Raises GivenUp if the operation is over, or its deadline has passed."""
+        if self._over.is_set():
+            raise GivenUp("this rank was told so")
+        try:
+            error = error_of(self._told_in)
+        except RuntimeError as exc:  # what torch makes of every failure of its store
+            raise GivenUp(f"its store is gone ({str(exc).splitlines()[0][:120]})") from exc
+        if error is not None:
+            raise GivenUp(error)
+        if not self.left_s():
+            raise GivenUp(f"not everybody came within {self._timeout_s:g} s")
+
+    def wait(self, keys: Sequence[str]) -> None:
+        """Return once all `keys` are set. Raises GivenUp, naming those that are missing."""
+        wanted = list(keys)
+        while True:
+            self._poll_error(wanted)
+            if self._is_set(wanted):
+                return
+            self._sleep(self._poll_s)
+
+    def _poll_error(self, wanted: Sequence[str]) -> None:
+        try:
+            self.check()
+        except GivenUp as exc:
+            missing = [key for key in wanted if not self._is_set([key])]
+            raise GivenUp(f"{exc.reason}; missing: {', '.join(missing[:4])}") from exc
+
+    def _is_set(self, keys: list[str]) -> bool:
+        try:
+            return self._store.check(keys)
+        except RuntimeError:
+            return False
+
+    def meet(self, what: str, rank: int, ranks: Sequence[int]) -> None:
+        """Say that `rank` is at `what`, and return once all `ranks` are. Raises GivenUp."""
+        self.check()
+        self._store.set(arrival_key(what, rank), "1")
+        self.wait([arrival_key(what, other) for other in ranks])
+
+
+def arrival_key(what: str, rank: int) -> str:
+    return f"dynamo_elastic/at/{what}/{rank}"

@@ -1,0 +1,56 @@
+"""What of our elastic expert parallelism can be set, by environment, as vLLM's own plugins do it:
+its processes are started by vLLM, and inherit nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from dynamo_elastic.errors import ConfigError
+
+PREFIX = "DYNAMO_ELASTIC_VLLM_"
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticSettings:
+    """Deadlines and choices of one rank; equal on all ranks of a group."""
+
+    prepare_timeout_s: float = 240.0
+    """For everybody who takes part to arrive; a joiner that boots cold needs minutes."""
+    group_timeout_s: float = 20.0
+    """To connect a group once all have arrived, and for each exchange while it is prepared."""
+    commit_timeout_s: float = 10.0
+    """For the first exchange on the new group, before anything of the old one is given up."""
+    poll_s: float = 0.005
+    """Between two looks at the store."""
+    rebalance_after_steps: int = 100
+    """From a commit to the first rebalancing of experts, in steps of the engine."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> ElasticSettings:
+        """DYNAMO_ELASTIC_VLLM_PREPARE_TIMEOUT_S and so on. Raises ConfigError naming all that are
+        unknown or no numbers above 0."""
+        given = os.environ if environment is None else environment
+        known = {f"{PREFIX}{f.name.upper()}": f for f in fields(cls)}
+        faults, values = [], {}
+        for variable in sorted(name for name in given if name.startswith(PREFIX)):
+            field = known.get(variable)
+            number = _number(given[variable])
+            if field is None:
+                faults.append(f"{variable}: unknown; there are {', '.join(sorted(known))}")
+            elif number is None:
+                faults.append(f"{variable}: {given[variable]!r} is no number above 0")
+            else:
+                values[field.name] = int(number) if field.type == "int" else number
+        if faults:
+            raise ConfigError(faults)
+        return cls(**values)
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < float("inf") else None

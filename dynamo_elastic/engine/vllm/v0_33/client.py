@@ -1,0 +1,162 @@
+"""The API process of a rank: vLLM's coordinator of one operation, with our waits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from vllm.distributed.elastic_ep.external_elastic_ep import ExternalElasticEPScaleCoordinator
+from vllm.entrypoints.serve.elastic_ep.middleware import set_scaling_elastic_ep
+from vllm.v1.engine import core_client
+
+from dynamo_elastic.engine.vllm.elastic.guard import Stage
+from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
+from dynamo_elastic.errors import ScaleAborted
+
+_log = logging.getLogger(__name__)
+_UNDO_TIMEOUT_S = 30.0
+
+
+class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[misc]
+    """Prepares and commits as vLLM's does. It looks every few milliseconds where vLLM's waits up
+    to 0.8 s, waits for nobody who leaves, and leaves the rank fit for the next operation when one
+    fails."""
+
+    poll_s = ElasticSettings().poll_s
+
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
+        self._settings = ElasticSettings.from_environment()
+        type(self).poll_s = self._settings.poll_s
+        self._leavers: tuple[Any, list[str]] | None = None
+        self._old_server: Any = None
+
+    @staticmethod
+    async def _sleep_with_backoff(backoff_step: int) -> int:
+        await asyncio.sleep(ElasticCoordinator.poll_s)
+        return 0
+
+    async def prepare(self, cur_data_parallel_size: int, new_data_parallel_size: int) -> None:
+        await self._see_last_operation_off()
+        busy = self.prepared_scale is not None
+        try:
+            await super().prepare(cur_data_parallel_size, new_data_parallel_size)
+        except BaseException as exc:
+            if not busy:
+                await self._undo(str(exc) or type(exc).__name__)
+            raise
+
+    async def commit(self) -> None:
+        prepared = self.prepared_scale
+        stays = prepared is not None and (
+            prepared.scale_up or prepared.dp_rank < prepared.bootstrap.new_data_parallel_size
+        )
+        if stays:
+            # Requests that come during the commit wait in the scheduler; vLLM would refuse them.
+            set_scaling_elastic_ep(False)
+        try:
+            await super().commit()
+        except BaseException as exc:
+            if stays and await self._undo(str(exc) or type(exc).__name__) == Stage.GIVEN_UP:
+                await self._resume()
+                raise ScaleAborted(f"the operation was undone: {exc}") from exc
+            raise
+
+    def abort(self, error: str) -> None:
+        super().abort(error)
+        task = asyncio.ensure_future(self._undo(error))
+        task.add_done_callback(lambda t: t.exception())
+
+    async def _undo(self, reason: str) -> str:
+        """The stage of this rank's last operation after that; '' if there was none."""
+        call = self.client.call_utility_async("abort_prepared_elastic_ep", reason)
+        try:
+            stage = str(await asyncio.wait_for(call, _UNDO_TIMEOUT_S))
+        except Exception as exc:  # noqa: BLE001 - of whatever kind: the engine core did not undo it
+            _log.error("the engine core did not give the operation up: %r", exc)
+            return Stage.COMMITTED
+        if stage == Stage.GIVEN_UP:
+            self.active_reconfig_store = None
+        return stage
+
+    async def _resume(self) -> None:
+        """Serving goes on on the old group, on all ranks: to resume is a collective of those that
+        paused."""
+        if await self.client.call_utility_async("is_scheduler_paused"):
+            await asyncio.wait_for(self.client.resume_scheduler_async(), _UNDO_TIMEOUT_S)
+        set_scaling_elastic_ep(False)
+
+    async def _see_last_operation_off(self) -> None:
+        """Who left in the last operation has said so, and its handshake server is gone."""
+        leavers, self._leavers = self._leavers, None
+        if leavers is not None:
+            store, keys = leavers
+            loop = asyncio.get_running_loop()
+            deadline_s = loop.time() + self._settings.group_timeout_s
+            while not store.check(keys) and loop.time() < deadline_s:
+                await asyncio.sleep(self.poll_s)
+        server, self._old_server = self._old_server, None
+        if server is not None:
+            await asyncio.to_thread(server._thread.join, 5)
+
+    # vLLM's waits.
+
+    async def _wait_for_bootstrap(self, store: Any, requested_new_dp_size: int, **_: Any) -> Any:
+        """Rank 0's next operation, whatever became of the last."""
+        key = self.key("current_epoch")
+        if store.check([key]):
+            epoch = store.get(key).decode()
+            if self._get_error(store, epoch) is not None:
+                self.active_epoch = epoch
+        timeout_s = self._settings.prepare_timeout_s
+        return await super()._wait_for_bootstrap(store, requested_new_dp_size, timeout_s)
+
+    async def _wait_for_ready_ranks(
+        self,
+        control_store: Any,
+        reconfig_store: Any,
+        epoch: str,
+        new_data_parallel_size: int,
+        handshake_server: Any = None,
+        timeout_s: float = 0,
+    ) -> None:
+        timeout_s = timeout_s or self._settings.prepare_timeout_s
+        await super()._wait_for_ready_ranks(
+            control_store, reconfig_store, epoch, new_data_parallel_size,
+            handshake_server, timeout_s,
+        )  # fmt: skip
+
+    async def _wait_for_all_old_ranks(self, prepared: Any, timeout_s: float = 600) -> None:
+        """Those who stay. Who leaves may take its time until the next operation."""
+        target = prepared.bootstrap.new_data_parallel_size
+        stay = min(prepared.cur_data_parallel_size, target)
+        key = self.key
+        left = range(stay, prepared.cur_data_parallel_size)
+        if left:
+            gone = [key(prepared.epoch, "shutdown_complete", rank) for rank in left]
+            self._leavers = (prepared.reconfig_store, gone)
+        wanted = [key(prepared.epoch, "old_rank_finished", rank) for rank in range(stay)]
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while not prepared.reconfig_store.check(wanted):
+            error = self._get_error(prepared.control_store, prepared.epoch)
+            if error is not None:
+                raise RuntimeError(error)
+            if loop.time() > deadline_s:
+                raise TimeoutError(f"not every rank that stays finished in {timeout_s:g} s")
+            await asyncio.sleep(self.poll_s)
+
+    def _stop_handshake_server(self, server: Any, suppress_errors: bool) -> None:
+        """Without standing still until its thread has seen it, which takes up to a second."""
+        if server is None:
+            return
+        server._stop_event.set()
+        self._old_server = server
+        if not suppress_errors:
+            server.raise_if_failed()
+
+
+def install() -> None:
+    """vLLM's clients make ElasticCoordinators from now on."""
+    core_client.ExternalElasticEPScaleCoordinator = ElasticCoordinator

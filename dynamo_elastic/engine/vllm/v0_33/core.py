@@ -1,0 +1,234 @@
+"""The engine core of a rank: its group of engines, its operations, guarded."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import ReduceOp
+from vllm.distributed.elastic_ep import elastic_state
+from vllm.distributed.utils import cpu_all_reduce_
+from vllm.v1.engine import core
+
+from dynamo_elastic.engine.vllm.elastic.groups import (
+    agree,
+    close_gloo,
+    connect_gloo,
+    open_store,
+    reduce,
+)
+from dynamo_elastic.engine.vllm.elastic.guard import OVER, Guard, Stage
+from dynamo_elastic.engine.vllm.elastic.meeting import GivenUp, error_of, publish_error
+from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
+from dynamo_elastic.engine.vllm.v0_33.groups import meeting_at
+
+_log = logging.getLogger(__name__)
+_UpstreamState = elastic_state.ElasticEPScalingState
+_EXECUTE = "elastic_ep_execute"
+
+
+def connect_engines(
+    parallel: Any, settings: ElasticSettings, over: threading.Event
+) -> tuple[ProcessGroup, Any]:
+    """The group of all engines of `parallel`, and its store. Raises GivenUp."""
+    meeting = meeting_at(
+        parallel.data_parallel_master_ip, parallel._coord_store_port, settings, over
+    )
+    rank, size = parallel.data_parallel_rank, parallel.data_parallel_size
+    meeting.meet("engines", rank, range(size))
+    store: Any = meeting.store
+    return connect_gloo(store, "engines", rank, size, settings.group_timeout_s), store
+
+
+class ElasticState(_UpstreamState):  # type: ignore[misc, valid-type]
+    """vLLM's operation of one engine. One that fails before its commit is undone on every rank."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings = ElasticSettings.from_environment()
+        self.guard = Guard(self, self, parks=self.engine_core.parks)
+        self._over = threading.Event()
+        self._done_keys: list[str] | None = None
+        self._store: Any = None
+        if self.worker_type == "existing":
+            new = self.new_parallel_config
+            self._store = open_store(
+                new.data_parallel_master_ip, new._coord_store_port, self.settings.group_timeout_s
+            )
+
+    def progress(self) -> bool:
+        if self.worker_type == "new":
+            return bool(super().progress())
+        moved = self.guard.progress(super().progress)
+        if self.guard.stage is Stage.LEFT and self.worker_type == "removing":
+            self.worker_type = "left"  # A busy loop ends with what is "removing".
+            self.engine_core.leave_group()
+        return moved
+
+    def is_complete(self) -> bool:
+        return self.guard.stage in OVER or bool(super().is_complete())
+
+    def is_ready_for_switch(self) -> bool:
+        return self.guard.stage not in OVER and bool(super().is_ready_for_switch())
+
+    # What the guard asks of its rank.
+
+    def failure(self) -> str | None:
+        try:
+            return error_of(self._store) if self._store is not None else None
+        except RuntimeError as exc:
+            return f"the store of the operation is gone ({str(exc).splitlines()[0][:120]})"
+
+    def undo(self, reason: str) -> None:
+        self._over.set()
+        self._tell(reason)
+        self._collective_rpc(_EXECUTE, args=("abort_prepared",))
+        future, self._prepare_future = self._prepare_future, None
+        if future is not None:
+            future.add_done_callback(_close_result)
+        self._prepare_executor.shutdown(wait=False)
+        close_gloo(self.new_dp_group)
+        self.new_dp_group = None
+
+    def _tell(self, reason: str) -> None:
+        """On the store of the operation and on the one in force: vLLM's coordinators look at
+        both."""
+        publish_error(self._store, reason)
+        now = self.vllm_config.parallel_config
+        try:
+            in_force = open_store(now.data_parallel_master_ip, now._coord_store_port, 5)
+        except RuntimeError:
+            _log.warning("the store in force is gone: %s is told to nobody", reason)
+            return
+        publish_error(in_force, reason)
+
+    # Waits and groups.
+
+    def _execute_async(self, execute_method: str, *args: Any) -> bool:
+        if self._done_keys is None:
+            self._done_keys = self._collective_rpc(
+                _EXECUTE, args=("start_async", execute_method, *args)
+            )
+        if not self._store.check(self._done_keys):
+            return False
+        self._done_keys = None
+        self._collective_rpc(_EXECUTE, args=("clear_async",))
+        return True
+
+    def _init_new_dp_group(self) -> tuple[ProcessGroup, Any]:
+        return connect_engines(self.new_parallel_config, self.settings, self._over)
+
+    # The commit.
+
+    def _commit_new_dp_group(self) -> None:
+        """Nothing of the old group is given up before all who stay agree that the new one works."""
+        engine, old = self.engine_core, self.old_dp_group
+        values = [int(engine.engines_running), engine.current_wave, engine.step_counter]
+        if self.scale_type == "scale_up":
+            verdict = agree(
+                old, self.new_dp_group, values,
+                new_timeout_s=self.settings.commit_timeout_s,
+                old_timeout_s=self.settings.group_timeout_s,
+            )  # fmt: skip
+            if not verdict.commits:
+                raise GivenUp(verdict.reason)
+            self.guard.commit()
+            values = verdict.values
+        else:
+            values = reduce(self.new_dp_group, values, ReduceOp.MAX, self.settings.group_timeout_s)
+        engine.join_group(self.new_dp_group, self.new_dp_store, values)
+        close_gloo(old)
+
+    def _commit_scale_down(self, removing: bool) -> None:
+        self.guard.commit()  # Experts move, and the leavers do not vote.
+        super()._commit_scale_down(removing)
+
+
+def _close_result(future: Any) -> None:
+    """Of a group that was made although nobody wants it any more."""
+    if future.exception() is None and future.result() is not None:
+        close_gloo(future.result()[0])
+
+
+class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
+    """A DPEngineCoreProc whose operations end well or change nothing."""
+
+    parks = False
+    """Whether this engine lives on when its rank leaves the group."""
+    _hurry = False
+    _last: ElasticState | None = None
+    """The last operation, also when it is over."""
+
+    def _init_data_parallel(self, vllm_config: Any) -> None:
+        parallel = vllm_config.parallel_config
+        if not (parallel.enable_elastic_ep and parallel._coord_store_port):
+            super()._init_data_parallel(vllm_config)
+            return
+        self.dp_rank, self.dp_size = parallel.data_parallel_rank, parallel.data_parallel_size
+        settings = ElasticSettings.from_environment()
+        self.dp_group, self.dp_store = connect_engines(parallel, settings, threading.Event())
+
+    def join_group(self, group: ProcessGroup, store: Any, values: list[int]) -> None:
+        """`group` is in force; `values` are running, wave and step that its ranks agreed on."""
+        self.dp_group, self.dp_store, self.dp_rank = group, store, group.rank()
+        running, self.current_wave, self.step_counter = values
+        self.engines_running, self._hurry = bool(running), False
+
+    def leave_group(self) -> None:
+        """This engine steps no more, and answers calls alone."""
+        close_gloo(self.dp_group)
+        self.dp_group = self.dp_store = None
+        self.engines_running = self.pending_pause = False
+
+    def _has_global_unfinished_reqs(self, local_unfinished: bool) -> bool:
+        """As vLLM's, with a third number: while any rank scales or pauses, all exchange at every
+        step, so that a pause takes one step and not sixteen."""
+        if self.dp_group is None:
+            return False
+        self.step_counter += 1
+        every = 1 if self._hurry else self.dp_sync_interval
+        if self.step_counter != 1 and self.step_counter % every != 0:
+            return True
+        hurry = self.eep_scaling_state is not None or self.pending_pause
+        words = torch.tensor(
+            [int(local_unfinished), int(self.pending_pause), int(hurry)], dtype=torch.int32
+        )
+        timeout = self.vllm_config.parallel_config.cpu_distributed_timeout
+        cpu_all_reduce_(words, self.dp_group, timeout=timeout)
+        unfinished, pausing, hurrying = words.tolist()
+        size = self.dp_group.size()
+        self._hurry = hurrying > 0
+        if pausing == size:
+            self.ignore_start_dp_wave, self.pending_pause = True, False
+        return unfinished > 0 or pausing % size != 0
+
+    def reinitialize_distributed(self, reconfig_request: Any) -> str:
+        self._clear_failed()
+        key = str(super().reinitialize_distributed(reconfig_request))
+        self._last = self.eep_scaling_state
+        return key
+
+    def abort_prepared_elastic_ep(self, reason: str) -> str:
+        """Give the last operation up if it is not committed; its stage after that, or '' if there
+        never was one. A utility call."""
+        if self._last is None:
+            return ""
+        stage = self._last.guard.give_up(reason)
+        self._clear_failed()
+        return stage.value
+
+    def _clear_failed(self) -> None:
+        """An operation that is over leaves the way free for the next."""
+        state = self.eep_scaling_state
+        if state is not None and state.guard.stage is Stage.GIVEN_UP:
+            self.eep_scaling_state = None
+            self.process_input_queue_block = True
+
+
+def install() -> None:
+    """vLLM makes ElasticEngineCores and ElasticStates from now on."""
+    core.DPEngineCoreProc = ElasticEngineCore
+    elastic_state.ElasticEPScalingState = ElasticState

@@ -1,0 +1,18 @@
+"""`--distributed-executor-backend`: vLLM's own executor of one process a rank. Imported in the API
+process and in the engine core, where it puts our classes in place before vLLM looks its own up."""
+
+from __future__ import annotations
+
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.version import __version__
+
+from dynamo_elastic.engine.vllm.v0_33 import client, core
+from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
+
+check_hooks(__version__)
+client.install()
+core.install()
+
+
+class ElasticExecutor(MultiprocExecutor):  # type: ignore[misc]
+    """Named on the command line so that this module is imported."""

@@ -1,0 +1,142 @@
+"""What of vLLM we hold on to, and a check at the start that it is still there."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from dynamo_elastic.errors import ConfigError
+
+RELEASE = "0.33"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A name that we replace, override or call, and the parameters that we count on."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+
+
+def _methods(module: str, owner: str, **methods: str) -> tuple[Hook, ...]:
+    return tuple(Hook(module, f"{owner}.{m}", tuple(p.split())) for m, p in methods.items())
+
+
+_CORE = "vllm.v1.engine.core"
+_CLIENT = "vllm.v1.engine.core_client"
+_EEP = "vllm.distributed.elastic_ep"
+_EXTERNAL = f"{_EEP}.external_elastic_ep"
+_EPLB = "vllm.distributed.eplb.eplb_state"
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(_CORE, "DPEngineCoreProc"),
+    *_methods(
+        _CORE, "DPEngineCoreProc",
+        _init_data_parallel="self vllm_config",
+        _has_global_unfinished_reqs="self local_unfinished",
+        reinitialize_distributed="self reconfig_request",
+        commit_prepared_elastic_ep="self",
+        resume_scheduler="self",
+        shutdown="self",
+    ),
+    Hook("vllm.distributed.utils", "cpu_all_reduce_", ("tensor", "group", "timeout")),
+    Hook(_CLIENT, "ExternalElasticEPScaleCoordinator"),
+    *_methods(_CLIENT, "DPAsyncMPClient", call_utility_async="self method",
+              resume_scheduler_async="self"),
+    *_methods(
+        _EXTERNAL, "ExternalElasticEPScaleCoordinator",
+        prepare="self cur_data_parallel_size new_data_parallel_size",
+        commit="self",
+        abort="self error",
+        key="parts",
+        _sleep_with_backoff="backoff_step",
+        _get_error="self store epoch",
+        _wait_for_bootstrap="self store requested_new_dp_size timeout_s",
+        _wait_for_ready_ranks="self control_store reconfig_store epoch new_data_parallel_size "
+                              "handshake_server timeout_s",
+        _wait_for_all_old_ranks="self prepared timeout_s",
+        _stop_handshake_server="server suppress_errors",
+    ),
+    Hook(f"{_EEP}.elastic_state", "ElasticEPScalingState"),
+    *_methods(
+        f"{_EEP}.elastic_state", "ElasticEPScalingState",
+        progress="self",
+        is_complete="self",
+        is_ready_for_switch="self",
+        _execute_async="self execute_method",
+        _collective_rpc="self",
+        _init_new_dp_group="self",
+        _commit_new_dp_group="self",
+        _commit_scale_down="self removing",
+    ),
+    *_methods(
+        f"{_EEP}.elastic_execute", "ElasticEPScalingExecutor",
+        prepare_reconfiguration="self reconfig_request use_all2all",
+        transfer_weights="self old_dp_size new_dp_size",
+        prepare_new_worker="self",
+        broadcast_expert_mapping="self",
+        receive_expert_mapping="self",
+        switch_and_prepare="self",
+        perform_scale_down_eplb_reshuffle="self new_dp_size",
+        commit_scale_up="self is_existing_worker",
+        commit_scale_down="self new_dp_size removing",
+        _warm_target_groups="self dp_group ep_group",
+        _start_group_cleanup="self groups",
+        _release_cuda_graphs="self",
+    ),
+    *_methods(f"{_EEP}.elastic_execute", "ElasticEPScalingExecutor", execute="self execute_method"),
+    Hook(f"{_EEP}.standby_state", "pop_standby_groups"),
+    Hook("vllm.distributed.stateless_coordinator", "StatelessGroupCoordinator"),
+    Hook("vllm.distributed.parallel_state", "_get_unique_name"),
+    Hook("vllm.distributed.parallel_state", "_register_group"),
+    Hook("vllm.distributed.utils", "StatelessProcessGroup"),
+    *_methods("vllm.distributed.device_communicators.all2all", "NixlEPAll2AllManager",
+              _connect_to_ep_size="self ep_size make_active",
+              _disconnect_to_ep_size="self ep_size",
+              destroy="self"),
+    Hook(_EPLB, "compute_logical_maps", ("physical_to_logical_map", "num_logical_experts")),
+    Hook(_EPLB, "_commit_eplb_maps", ("model_state", "new_physical_to_logical_map")),
+    *_methods(_EPLB, "EplbState", drain_async="self", start_async_loop="self"),
+    Hook("vllm.entrypoints.serve.elastic_ep.middleware", "set_scaling_elastic_ep"),
+)  # fmt: skip
+"""All of them; the subclasses of this package use no other private name."""
+
+
+def missing_hooks(load: Callable[[str], Any] = importlib.import_module) -> list[str]:
+    """What is not as we know it, one line each; `load` imports a module."""
+    return [fault for hook in HOOKS if (fault := _fault(hook, load))]
+
+
+def check_hooks(release: str, load: Callable[[str], Any] = importlib.import_module) -> None:
+    """Return if this vLLM has all of HOOKS. Raises ConfigError naming what it lacks."""
+    if not release.startswith(f"{RELEASE}."):
+        raise ConfigError(
+            [f"vllm: {release} is not {RELEASE}, for which this adapter was made; install that one"]
+        )
+    missing = missing_hooks(load)
+    if missing:
+        raise ConfigError(
+            [f"vllm {release}: {fault}; this adapter can't be used" for fault in missing]
+        )
+
+
+def _fault(hook: Hook, load: Callable[[str], ModuleType]) -> str:
+    try:
+        found: Any = load(hook.module)
+    except ImportError as exc:
+        return f"{hook.module} can't be imported ({exc})"
+    for part in hook.name.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return f"{hook.module} has no {hook.name}"
+    gone = [name for name in hook.parameters if name not in set(_parameters(found))]
+    return f"{hook.module}.{hook.name} takes no {', '.join(gone)}" if gone else ""
+
+
+def _parameters(call: Any) -> Iterator[str]:
+    yield from inspect.signature(inspect.unwrap(call)).parameters

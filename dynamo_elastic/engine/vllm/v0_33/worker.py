@@ -1,0 +1,157 @@
+"""`--worker-cls`: vLLM's GPU worker with our groups, operations and graphs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from vllm.distributed.elastic_ep import standby_state
+from vllm.distributed.elastic_ep.elastic_execute import ElasticEPScalingExecutor
+from vllm.distributed.eplb import eplb_state as eplb
+from vllm.distributed.parallel_state import get_dp_group, get_ep_group
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.version import __version__
+
+from dynamo_elastic.engine.vllm.elastic.graphs import CapturedGraphs
+from dynamo_elastic.engine.vllm.elastic.links import receive_tensors, send_tensors
+from dynamo_elastic.engine.vllm.elastic.placement import is_complete, logical_maps
+from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
+from dynamo_elastic.engine.vllm.v0_33 import buffer, groups
+from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
+
+check_hooks(__version__)
+groups.install()
+eplb.compute_logical_maps = logical_maps
+
+
+class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
+    """The worker's part of an operation. All that takes long happens while the rank serves; a
+    commit is a change of pointers, masks and maps."""
+
+    def __init__(self, worker: Any) -> None:
+        super().__init__(worker)
+        self._settings = ElasticSettings.from_environment()
+        self._over = threading.Event()
+
+    # Before the commit, in the thread of vLLM's preparations.
+
+    def prepare_reconfiguration(self, reconfig_request: Any, use_all2all: bool) -> None:
+        with groups.operation(self._over):
+            super().prepare_reconfiguration(reconfig_request, use_all2all)
+
+    def start_async(self, execute_method: str, *args: Any, **kwargs: Any) -> str:
+        self._over = threading.Event()
+        buffer.ElasticNixlManager.over = self._over
+        return str(super().start_async(execute_method, *args, **kwargs))
+
+    def _warm_target_groups(self, dp_group: Any, ep_group: Any) -> None:
+        """Nothing in our groups needs it."""
+
+    def transfer_weights(self, old_dp_size: int, new_dp_size: int) -> None:
+        group = standby_state.get_standby_dp_group()
+        group.tcp_store_group.broadcast(torch.tensor([old_dp_size]), 0)
+        receivers = range(old_dp_size, new_dp_size)
+        mine = [rank for rank in receivers if sender_of(rank, old_dp_size) == group.rank_in_group]
+        tensors = self._replicated(self._model().expert_weights)
+        for rank in mine:
+            send_tensors(tensors, group.cpu_group, rank)
+
+    def prepare_new_worker(self) -> None:
+        """The joiner's side of transfer_weights(), and of what follows it."""
+        group = get_dp_group()
+        old = int(group.tcp_store_group.broadcast(torch.empty(1, dtype=torch.int64), 0)[0])
+        modules = [m for m in self._model().modules() if hasattr(m, "get_expert_weights")]
+        tensors = self._replicated([m.get_expert_weights() for m in modules])
+        receive_tensors(tensors, group.cpu_group, sender_of(group.rank_in_group, old))
+
+    def _model(self) -> Any:
+        return self.worker.model_runner.get_model()
+
+    def _replicated(self, experts: Any) -> dict[str, torch.Tensor]:
+        """What every rank has alike: all of the model's state but experts and their maps."""
+        skipped = {weight.data_ptr() for group in experts for weight in group}
+        return {
+            name: tensor
+            for name, tensor in self._model().state_dict().items()
+            if not name.endswith("expert_map")
+            and "._shared_experts" not in name
+            and tensor.data_ptr() not in skipped
+        }
+
+    def abort_prepared(self) -> None:
+        """Nothing of an operation that is over is left: its thread, its groups, its peers."""
+        self._over.set()
+        future, self._async_future = self._async_future, None
+        if future is not None:
+            # It looks at `_over` every few milliseconds, and a group that connects ends by itself.
+            future.exception(timeout=2 * self._settings.group_timeout_s)
+        managers = [getattr(g.device_communicator, "all2all_manager", None) for g in _active()]
+        for group in standby_state.pop_standby_groups().values():
+            if hasattr(group, "destroy"):
+                group.destroy()
+        for manager in managers:
+            if isinstance(manager, buffer.ElasticNixlManager):
+                manager.let_go()
+        self._prepared_eplb_communicator = None
+        self._staged_moe_quant_methods.clear()
+
+    # The commit.
+
+    def commit_scale_up(self, is_existing_worker: bool) -> None:
+        """Experts come to the joiners later, in the background, by vLLM's own rebalancing."""
+        retired: tuple[Any, ...] = ()
+        if is_existing_worker:
+            self.broadcast_expert_mapping()
+            retired = self.switch_and_prepare()
+        else:
+            mapping = self.receive_expert_mapping()
+            self.worker.model_runner.setup_eplb_from_mapping(mapping)
+        self._rebalance_soon()
+        if is_existing_worker:
+            self._start_group_cleanup(retired)
+
+    def _rebalance_soon(self) -> None:
+        """All ranks count the same steps from here on, so all begin at the same one."""
+        state = self._eplb()
+        after = min(self._settings.rebalance_after_steps, state.expert_rearrangement_step_interval)
+        state.expert_rearrangement_step = state.expert_rearrangement_step_interval - after
+        state.start_async_loop()
+
+    def perform_scale_down_eplb_reshuffle(self, new_dp_size: int) -> None:
+        """Where those who stay hold every expert already, nothing is moved."""
+        state = self._eplb()
+        state.drain_async()
+        for model_state in state.model_states.values():
+            held = model_state.physical_to_logical_map
+            slots = held.shape[1] // get_ep_group().world_size * self._ranks(new_dp_size)
+            if not is_complete(held, slots, model_state.model.num_logical_experts):
+                super().perform_scale_down_eplb_reshuffle(new_dp_size)
+                return
+            eplb._commit_eplb_maps(model_state, held[:, :slots].cpu())
+        state.expert_rearrangement_step = 0
+
+    def _ranks(self, dp_size: int) -> int:
+        return dp_size * int(self.worker.vllm_config.parallel_config.tensor_parallel_size)
+
+    def _eplb(self) -> Any:
+        return self.worker.model_runner.eplb_state
+
+
+def sender_of(joiner: int, old_size: int) -> int:
+    """Which rank sends a joiner its weights: in turn."""
+    return (joiner - old_size) % old_size
+
+
+def _active() -> list[Any]:
+    return [get_ep_group()]
+
+
+class ElasticWorker(Worker):  # type: ignore[misc]
+    """vLLM's worker; its graphs can be looked into and rebound."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.elastic_ep_executor = ElasticScaling(self)
+        self.captured = CapturedGraphs()
+        self.captured.install()
