@@ -1,0 +1,203 @@
+"""One run: a resize, a fault in it, the recovery, and the verdict on all that was recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dynamo_elastic.agent.base import SlotState
+from dynamo_elastic.coordinator.records import MemberState, OutcomeStatus
+from dynamo_elastic.coordinator.status import Status
+from dynamo_elastic.errors import StoreError
+from dynamo_elastic.testing.chaos.checker import Windows, check, longest_silence_s, lost
+from dynamo_elastic.testing.chaos.faults import happened, inject, undo
+from dynamo_elastic.testing.chaos.history import History
+from dynamo_elastic.testing.chaos.scenario import (
+    NARROW,
+    WIDE,
+    AtFailpoint,
+    AtRandom,
+    Fault,
+    Resize,
+    Scenario,
+)
+from dynamo_elastic.testing.chaos.world import World
+
+HANG_S = 60.0
+"""Everything that a run waits for comes in this time, or the run hangs."""
+
+_REACH_S = 25.0
+"""For the resize with the fault in it to end, one way or the other."""
+
+_POLL_S = 0.05
+
+WINDOWS = Windows(two_topologies_s=8.0, silence_s=12.0)
+"""A switch is one step; an engine or a shell that stands still for 3 s is put out. A group waits
+for a silent peer (engine.peer_timeout_s), for experts to be read again, for a joiner to start."""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What came of one run."""
+
+    number: int
+    scenario: str
+    resize: str
+    place: str
+    process: str
+    act: str
+    fired: bool
+    seconds: float = 0.0
+    requests: int = 0
+    retried: int = 0
+    """Requests that ended with an error that says that they may be sent again."""
+    lost: int = 0
+    silence_s: float = 0.0
+    hang: str = ""
+    violations: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return not self.violations and not self.hang
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Hang(Exception):
+    """Something that must come did not come in time."""
+
+
+async def run(world: World, scenario: Scenario) -> tuple[Verdict, History]:
+    """Play `scenario`. The world is at rest afterwards, unless the verdict says that it hangs."""
+    fault = scenario.fault
+    act = fault.act if isinstance(fault, AtFailpoint) else fault.fault
+    verdict = Verdict(
+        scenario.number, str(scenario), scenario.resize, fault.place, fault.process, act, False
+    )
+    history = world.history()
+    try:
+        await _at_width(world, WIDE if scenario.ranks == NARROW else NARROW)
+        await _prepare(world, scenario)
+        began_s = time.monotonic()
+        verdict.fired = await _resize(world, scenario)
+        await undo(world)
+        await _at_width(world, scenario.ranks)
+        await _stream_ends(world)
+        verdict.seconds = round(time.monotonic() - began_s, 3)
+    except Hang as exc:
+        verdict.hang = str(exc)
+    await undo(world)
+    _take(history, world)
+    return _judged(verdict, history), history
+
+
+def _take(history: History, world: World) -> None:
+    more = world.history()
+    history.writes += more.writes
+    history.seen += more.seen
+    history.answers += more.answers
+
+
+def _judged(verdict: Verdict, history: History) -> Verdict:
+    answers = history.answers
+    verdict.requests = len(answers)
+    verdict.lost = sum(lost(a) for a in answers)
+    verdict.retried = sum(bool(a.error) for a in answers) - verdict.lost
+    verdict.silence_s = round(longest_silence_s(answers), 3)
+    verdict.violations += [f"{v.rule}: {v.what}" for v in check(history, WINDOWS)]
+    return verdict
+
+
+async def _prepare(world: World, scenario: Scenario) -> None:
+    """The joiner will come from where the scenario wants it."""
+    if scenario.resize is not Resize.UP:
+        return
+    parked = [s.pid for s in await world.slots() if s.state is SlotState.PARKED]
+    for pid in parked:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+async def _resize(world: World, scenario: Scenario) -> bool:
+    """Ask for the width, with the fault on its way; returns whether it happened."""
+    at_random = isinstance(scenario.fault, AtRandom)
+    fault = asyncio.create_task(inject(world, scenario))
+    if not at_random:
+        await fault
+    lease_lost = at_random and scenario.fault.fault is Fault.LEASE_LOST
+    if lease_lost:
+        await asyncio.sleep(0)
+    request_id = await world.scale(scenario.ranks)
+    fired = await fault
+    await _answered(world, request_id)
+    return fired and happened(world, scenario)
+
+
+async def _answered(world: World, request_id: str) -> OutcomeStatus | None:
+    """What became of a request; None if nobody has said so yet."""
+    deadline_s = time.monotonic() + _REACH_S
+    while time.monotonic() < deadline_s:
+        with suppress(StoreError):
+            outcome = (await world.status()).outcome
+            if outcome is not None and outcome.request_id == request_id:
+                return outcome.status
+        await asyncio.sleep(_POLL_S)
+    return None
+
+
+async def _at_width(world: World, ranks: int) -> None:
+    """The deployment is whole, with `ranks` ranks; it is asked for them if need be. Raises Hang."""
+    deadline_s = time.monotonic() + HANG_S
+    while True:
+        status = await _at_rest(world, deadline_s)
+        if status.width == ranks:
+            return
+        request_id = await world.scale(ranks)
+        await _answered(world, request_id)
+
+
+async def _at_rest(world: World, deadline_s: float) -> Status:
+    why = "etcd does not answer"
+    while time.monotonic() < deadline_s:
+        with suppress(StoreError):
+            status = await world.status()
+            why = unrest(status)
+            if not why:
+                return status
+        await asyncio.sleep(_POLL_S)
+    raise Hang(f"after {HANG_S:g} s: {why}")
+
+
+def unrest(status: Status) -> str:
+    """Why a deployment is not at rest; '' if it is."""
+    if status.operation is not None:
+        return f"{status.operation.operation_id} is in {status.operation.phase}"
+    if not status.leader:
+        return "nobody leads"
+    if status.withdrawn is not None or status.in_force is None:
+        return "no decided topology is served"
+    if status.lost_reasons():
+        return f"lost: {status.lost_reasons()}"
+    states = {w: m.state for w, m in status.members.items()}
+    members = status.in_force.worker_ids
+    wanted = {
+        f"slot{k}": MemberState.SERVING if f"slot{k}" in members else MemberState.STANDBY
+        for k in range(WIDE)
+    }
+    return "" if states == wanted else f"shells are {states}"
+
+
+async def _stream_ends(world: World) -> None:
+    """A stream that began after this ends well: serving goes on. Raises Hang."""
+    since_s = time.monotonic()
+    while time.monotonic() - since_s < HANG_S / 2:
+        if any(r.started_s > since_s and not r.error for r in world.load.results):
+            return
+        await asyncio.sleep(_POLL_S)
+    raise Hang("no stream ends: serving stands still")

@@ -1,0 +1,223 @@
+"""Which fault comes where, in which resize: everything in a run follows from its number."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+
+from dynamo_elastic.failpoints import Act
+from dynamo_elastic.phases import Kind, Phase, phases_of
+
+NARROW, WIDE = 2, 3
+
+
+class Resize(StrEnum):
+    """What is under way when the fault comes. UP_PARKED: the joiner was parked; else restored."""
+
+    UP = "up"
+    UP_PARKED = "up from parked"
+    DOWN = "down"
+
+
+class Fault(StrEnum):
+    """What goes wrong around the processes, or in one of them, at a moment drawn by lot."""
+
+    KILL = "kill -9"
+    STOP = "SIGSTOP"
+    ETCD_LEADER_KILLED = "etcd leader killed"
+    ETCD_QUORUM_LOST = "etcd quorum lost for 10 s"
+    PARTITION = "partition from etcd"
+    SLOW_DISK = "slow disk: fsync takes 300 ms"
+    ETCD_DISK_FULL = "etcd's disk full"
+    LEASE_LOST = "lease lost during commit"
+    CLOCK_JUMP = "clock jump by an hour"
+    DISK_FULL = "state disk full"
+    OUT_OF_MEMORY = "out of memory"
+    PORT_TAKEN = "port taken"
+
+
+@dataclass(frozen=True, slots=True)
+class AtFailpoint:
+    """`act` is done to `process` ('' for a coordinator or the agent) at a failpoint."""
+
+    place: str
+    process: str
+    act: Act
+    seconds: float = 0.0
+
+    @property
+    def file(self) -> str:
+        """The name of the file that arms it."""
+        return f"{self.process}:{self.place}" if self.process else self.place
+
+    @property
+    def content(self) -> str:
+        return f"{self.act} {self.seconds:g}" if self.seconds else str(self.act)
+
+
+@dataclass(frozen=True, slots=True)
+class AtRandom:
+    """`fault` meets `process` ('' if it is about none) `after_s` the resize was asked for."""
+
+    fault: Fault
+    process: str = ""
+    after_s: float = 0.0
+
+    @property
+    def place(self) -> str:
+        return "any moment"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run. `via` is a fault that leads to where `fault` then is."""
+
+    number: int
+    resize: Resize
+    fault: AtFailpoint | AtRandom
+    via: AtFailpoint | None = None
+
+    @property
+    def ranks(self) -> int:
+        return NARROW if self.resize is Resize.DOWN else WIDE
+
+    def __str__(self) -> str:
+        fault = self.fault
+        what = fault.act if isinstance(fault, AtFailpoint) else fault.fault
+        via = f", after {self.via.act} at {self.via.file}" if self.via else ""
+        return f"{self.resize}: {what} of {fault.process or 'one'} at {fault.place}{via}"
+
+
+ACTS = (Act.KILL, Act.STOP, Act.ERROR, Act.DELAY)
+_SECONDS = {Act.STOP: 3.0, Act.DELAY: 1.0}
+"""A stop outlives a lease of 2 s; a delay does not."""
+
+_JOINER = "slot2"
+_RETAINED = ("slot0", "slot1")
+_TAKEOVER = ("coordinator.elected", "scale.before_recover")
+"""Passed by a coordinator that takes over."""
+
+
+def _phase_places(kind: Kind) -> list[str]:
+    phases = [p for p in phases_of(kind) if p is not Phase.COMMIT]
+    places = [f"scale.{when}_{p}" for p in phases for when in ("before", "after")]
+    return [*places, "scale.before_commit", "scale.after_commit", "scale.before_close"]
+
+
+_STEPS: dict[Resize, dict[str, tuple[str, ...]]] = {
+    Resize.UP: {
+        _JOINER: ("restore", "open", "connect", "check", "switch", "canary", "serve", "thaw"),
+        "slot0": ("freeze", "open", "connect", "stream", "check", "switch", "push_experts"),
+        "slot1": ("install", "thaw"),
+    },
+    Resize.DOWN: {
+        _JOINER: ("freeze", "drain", "push_experts", "park"),
+        "slot0": ("open", "connect", "install", "switch", "disconnect", "thaw"),
+        "slot1": ("push_experts", "switch"),
+    },
+}
+
+_ENGINE: dict[Resize, dict[str, tuple[str, ...]]] = {
+    Resize.UP: {
+        _JOINER: ("attached", "after_open", "after_connect", "before_first_step"),
+        "slot0": ("after_open", "after_connect", "before_push", "before_switch", "after_switch"),
+        "slot1": ("before_first_step",),
+    },
+    Resize.DOWN: {
+        _JOINER: ("before_push", "detached"),
+        "slot0": ("after_open", "after_connect", "before_switch"),
+        "slot1": ("before_first_step", "after_switch"),
+    },
+}
+
+_COORDINATOR: dict[Resize, tuple[str, ...]] = {
+    Resize.UP: (*_phase_places(Kind.UP), "scale.before_open", "scale.opened", "scale.closed"),
+    Resize.DOWN: (*_phase_places(Kind.DOWN), "scale.before_round", "coordinator.before_answer"),
+}
+
+_AGENT: dict[Resize, tuple[str, ...]] = {
+    Resize.UP: (
+        "agent.before_start",
+        "agent.engine_spawned",
+        "agent.attached",
+        "agent.engine_answered",
+        "restore.before_thaw",
+        "restore.thawed",
+    ),
+    Resize.UP_PARKED: ("agent.before_unpark", "agent.unparked", "unpark.checked"),
+    Resize.DOWN: ("agent.before_detach", "agent.engine_detached", "agent.engine_parked"),
+}
+
+_AROUND: tuple[tuple[Fault, tuple[str, ...]], ...] = (
+    (Fault.KILL, ("coordinator", "agent", "slot0", "slot2", "engine0", "engine2")),
+    (Fault.STOP, ("coordinator", "agent", "slot1", "slot2", "engine1", "engine2")),
+    (Fault.ETCD_LEADER_KILLED, ("",)),
+    (Fault.ETCD_QUORUM_LOST, ("",)),
+    (Fault.PARTITION, ("coordinator", "slot0", "slot2")),
+    (Fault.SLOW_DISK, ("",)),
+    (Fault.ETCD_DISK_FULL, ("",)),
+    (Fault.LEASE_LOST, ("coordinator", "slot0")),
+    (Fault.CLOCK_JUMP, ("coordinator",)),
+    (Fault.DISK_FULL, ("",)),
+    (Fault.OUT_OF_MEMORY, ("coordinator", "agent", "slot1")),
+    (Fault.PORT_TAKEN, ("coordinator",)),
+)
+
+Cell = tuple[Resize, AtFailpoint | AtRandom, AtFailpoint | None]
+
+
+def _at(place: str, process: str, act: Act) -> AtFailpoint:
+    return AtFailpoint(place, process, act, _SECONDS.get(act, 0.0))
+
+
+def _failpoint_cells(resize: Resize) -> list[Cell]:
+    cells: list[Cell] = []
+    for act in ACTS:
+        places = [("", p) for p in (*_COORDINATOR.get(resize, ()), *_AGENT.get(resize, ()))]
+        for process, steps in _STEPS.get(resize, {}).items():
+            places += [(process, f"worker.{s}.{end}") for s in steps for end in ("begin", "end")]
+        for process, names in _ENGINE.get(resize, {}).items():
+            places += [(process, f"engine.{name}") for name in names]
+        cells += [(resize, _at(place, process, act), None) for process, place in places]
+    return cells
+
+
+def _takeover_cells(resize: Resize) -> list[Cell]:
+    """Faults of a coordinator that takes over from one that was killed."""
+    before = "scale.before_check" if resize is Resize.UP else "scale.before_redistribute"
+    via = _at(before, "", Act.KILL)
+    places = (*_TAKEOVER, "scale.before_abort")
+    return [(resize, _at(place, "", act), via) for place in places for act in ACTS]
+
+
+def _around_cells(resize: Resize) -> list[Cell]:
+    return [(resize, AtRandom(f, p), None) for f, processes in _AROUND for p in processes]
+
+
+@cache
+def cells(down: bool) -> tuple[Cell, ...]:
+    """Every cell of the matrix for resizes up, or down."""
+    if down:
+        kinds: tuple[Resize, ...] = (Resize.DOWN,)
+    else:
+        kinds = (Resize.UP, Resize.UP_PARKED)
+    first = kinds[0]
+    found = [c for kind in kinds for c in _failpoint_cells(kind)]
+    return (*found, *_takeover_cells(first), *_around_cells(first))
+
+
+def scenario(number: int) -> Scenario:
+    """Run `number`: up and down in turns, each through all of its cells again and again, every time
+    in another order."""
+    down, nth = bool(number % 2), number // 2
+    table = cells(down)
+    order = list(range(len(table)))
+    random.Random(f"{down} {nth // len(table)}").shuffle(order)
+    resize, fault, via = table[order[nth % len(table)]]
+    rng = random.Random(number)
+    if isinstance(fault, AtRandom):
+        after_s = round(rng.uniform(0.0, 1.5), 3)
+        fault = AtRandom(fault.fault, fault.process, after_s)
+    return Scenario(number, resize, fault, via)
