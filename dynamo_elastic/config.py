@@ -43,6 +43,7 @@ from dynamo_elastic.config_sources import (
     settings_of,
 )
 from dynamo_elastic.errors import ConfigError
+from dynamo_elastic.secret_files import make_secret, read_secret
 from dynamo_elastic.topology import EngineShape, refusal
 
 CONFIG_VARIABLE = "DYN_ELASTIC_CONFIG"
@@ -91,6 +92,11 @@ class DeploymentConfig(Section):
     def metrics_port(self, slot: int) -> int:
         """Of the shell of `slot`; 0: none."""
         return self.workers.metrics_port and self.workers.metrics_port + slot
+
+    @property
+    def api_token_file(self) -> Path:
+        """Of the HTTP API and of the workers' control routes; see api_token()."""
+        return self.coordinator.api.token_file or self.state_dir / "api.token"
 
     def system_port(self, slot: int) -> int:
         """Of the shell of `slot`; 0: none."""
@@ -199,6 +205,15 @@ def snapshot_settings(path: Path | None) -> SnapshotConfig:
 
 class _SnapshotAlone(Section):
     snapshot: SnapshotConfig = SnapshotConfig()
+
+
+def api_token(config: DeploymentConfig) -> str:
+    """What HTTP API and control routes want to hear: of the file that is set, or of one that is
+    made in the state directory. Raises ConfigError if others could read it."""
+    if config.coordinator.api.token_file is None:
+        config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_secret(config.api_token_file)
+    return read_secret(config.api_token_file, "coordinator.api.token_file")
 
 
 def parse_config(raw: dict[str, Any]) -> DeploymentConfig:

@@ -325,21 +325,38 @@ class ApiConfig(Section):
     """HTTP API of every coordinator: docs/http-api.md."""
 
     host: str = "127.0.0.1"
-    """Address that it listens on; one that others can reach needs a token_file."""
+    """Address that it listens on; one that others can reach needs a token_file and TLS."""
     port: int = Field(default=0, ge=0, le=65535)
     """0: no API."""
     token_file: Path | None = None
-    """File with the bearer token that requests must carry; yours alone (0600)."""
+    """File with the bearer token that requests must carry; yours alone (0600). Default: `api.token`
+    in the state directory, made at the first start."""
+    cert_file: Path | None = None
+    """PEM of the certificate, with its chain, to serve HTTPS."""
+    key_file: Path | None = None
+    """PEM of its private key; yours alone (0600)."""
 
     @model_validator(mode="after")
     def _cross_checks(self) -> ApiConfig:
-        if 0 < self.port < 1024:
-            raise CrossFaults(["coordinator.api.port: must be 0, or 1024 to 65535"])
-        if self.port and self.token_file is None and self.host not in LOOPBACK:
-            reached = f"{self.host} can be reached by others"
-            remedy = "name a file with a token, or listen on 127.0.0.1"
-            raise CrossFaults([f"coordinator.api.token_file: is required: {reached}; {remedy}"])
+        faults = list(_api_faults(self))
+        if faults:
+            raise CrossFaults(faults)
         return self
+
+
+def _api_faults(api: ApiConfig) -> Iterator[str]:
+    if 0 < api.port < 1024:
+        yield "coordinator.api.port: must be 0, or 1024 to 65535"
+    if (api.cert_file is None) != (api.key_file is None):
+        missing = "key_file" if api.key_file is None else "cert_file"
+        yield f"coordinator.api.{missing}: is required; a certificate and its key go together"
+    if not api.port or api.host in LOOPBACK:
+        return
+    reached = f"is required: {api.host} can be reached by others"
+    if api.token_file is None:
+        yield f"coordinator.api.token_file: {reached}; name one, or listen on 127.0.0.1"
+    if api.cert_file is None and api.key_file is None:
+        yield f"coordinator.api.cert_file: {reached}; name one, or listen on 127.0.0.1"
 
 
 class CoordinatorConfig(Section):

@@ -1,9 +1,12 @@
-"""Files that hold a secret: read only if nobody else can read them."""
+"""Files that hold a secret: read only if nobody else can read them, and made so."""
 
 from __future__ import annotations
 
+import hmac
 import os
+import secrets
 import stat
+import tempfile
 from pathlib import Path
 
 from dynamo_elastic.errors import ConfigError
@@ -38,3 +41,23 @@ def read_secret(path: Path, field: str) -> str:
     if not word or not word.isascii() or not word.decode().isprintable() or b" " in word:
         raise ConfigError([f"{field}: {path} must hold one word of printable ASCII characters"])
     return word.decode()
+
+
+def make_secret(path: Path) -> None:
+    """`path` holds a secret of its own (0600), made if it is not there: by one of all who try."""
+    if path.exists():
+        return
+    fd, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # 0600
+    with os.fdopen(fd, "w") as file:
+        file.write(f"{secrets.token_urlsafe(32)}\n")
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        return
+    finally:
+        os.unlink(partial)
+
+
+def is_token(given: str, token: str) -> bool:
+    """Compared in a time that does not tell how much of it is right. No token fits an empty one."""
+    return bool(token) and hmac.compare_digest(given.strip().encode(), token.encode())

@@ -59,7 +59,9 @@ async def _serve(config: DeploymentConfig, file: Path) -> None:
                 console.print(f"OpenAI API: {deployment.url}/v1")
             if config.coordinator.api.port:
                 api = config.coordinator.api
-                console.print(f"HTTP API:   http://{api.host}:{api.port}/v1/status")
+                scheme = "http" if api.cert_file is None else "https"
+                console.print(f"HTTP API:   {scheme}://{api.host}:{api.port}/v1/status")
+                console.print(f"its token:  {config.api_token_file}")
             console.print(f"scale it:   dynamo-elastic scale N -f {file}")
             raise await deployment.supervisor.failed
     except asyncio.CancelledError:

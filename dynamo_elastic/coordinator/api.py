@@ -7,19 +7,16 @@ target's record there, which the leader follows. Nothing here commands anybody.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-import os
-import stat
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from pathlib import Path
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from dynamo_elastic.config_sections import LOOPBACK, ApiConfig, ScaleConfig
+from dynamo_elastic.config_sections import ApiConfig, ScaleConfig
 from dynamo_elastic.coordinator import api_views as views
 from dynamo_elastic.coordinator.api_models import (
     Fault,
@@ -35,6 +32,7 @@ from dynamo_elastic.coordinator.status import Status, read_status, status_of
 from dynamo_elastic.coordinator.store import Store
 from dynamo_elastic.coordinator.targets import request_scale
 from dynamo_elastic.errors import ConfigError, RequestIdTaken, StoreError, StoreUnavailable
+from dynamo_elastic.secret_files import is_token, read_secret_file
 from dynamo_elastic.types import OperationId
 
 log = logging.getLogger(__name__)
@@ -53,40 +51,26 @@ _CODES = {
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def read_token(path: Path) -> str:
-    """The bearer token in `path`. Raises ConfigError unless it is ours alone and not empty."""
-    field = "coordinator.api.token_file"
-    try:
-        with path.open() as file:
-            found = os.fstat(file.fileno())
-            token = file.read().strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError([f"{field}: {path} can't be read ({exc}); check the path"]) from exc
-    faults = []
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        faults.append(f"{field}: others may read {path}; run: chmod 600 {path}")
-    if found.st_uid not in (0, os.geteuid()):
-        faults.append(f"{field}: {path} belongs to user {found.st_uid}; run: chown root {path}")
-    if not token or not token.isascii() or any(c.isspace() for c in token):
-        faults.append(f"{field}: {path} must hold one token, of printable ASCII characters")
-    if faults:
-        raise ConfigError(faults)
-    return token
-
-
 class ApiServer:
     """Serves ROUTES from start() to close(). Owns no store."""
 
     def __init__(
-        self, store: Store, keys: Keys, config: ApiConfig, scale: ScaleConfig, name: str
+        self,
+        store: Store,
+        keys: Keys,
+        config: ApiConfig,
+        scale: ScaleConfig,
+        name: str,
+        *,
+        token: str,
     ) -> None:
-        """Raises ConfigError if the token file is not as it must be."""
+        """`token`: what every request must carry, but for those that say little (Route.open)."""
         self._store = store
         self._keys = keys
         self._config = config
         self._scale = scale
         self._name = name
-        self._token = read_token(config.token_file) if config.token_file else ""
+        self._token = token
         self._runner: web.AppRunner | None = None
 
     def app(self) -> web.Application:
@@ -97,16 +81,21 @@ class ApiServer:
         return app
 
     async def start(self) -> None:
-        """Listen, unless the port is 0. Raises ConfigError if it can't be had."""
+        """Listen, unless the port is 0. Raises ConfigError if it can't be had, or the certificate
+        can't be read."""
         if not self._config.port:
             return
         self._runner = web.AppRunner(
             self.app(), access_log=None, shutdown_timeout=_SHUTDOWN_S, handle_signals=False
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._config.host, self._config.port)
         try:
+            tls = _tls(self._config)
+            site = web.TCPSite(self._runner, self._config.host, self._config.port, ssl_context=tls)
             await site.start()
+        except ConfigError:
+            await self.close()
+            raise
         except OSError as exc:
             await self.close()
             where = f"{self._config.host}:{self._config.port}"
@@ -202,19 +191,13 @@ class ApiServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let in who has the token; where none is set, only those who name a loopback address: a
-        page in somebody's browser can send requests here, but under its own host's name."""
+        """Let in who has the token."""
         is_open = any(r.open for r in ROUTES if r.path == request.path)
-        if self._token and not is_open:
-            given = request.headers.get("Authorization", "")
-            scheme, _, token = given.partition(" ")
-            right = hmac.compare_digest(token.strip().encode(), self._token.encode())
-            if scheme.lower() != "bearer" or not right:
-                answer = _fault(401, "a bearer token is required (coordinator.api.token_file)")
-                answer.headers["WWW-Authenticate"] = "Bearer"
-                return answer
-        elif not self._token and (request.url.host or "") not in LOOPBACK:
-            return _fault(401, f"host {request.url.host!r} is not loopback, and no token is set")
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if not is_open and not (scheme.lower() == "bearer" and is_token(given, self._token)):
+            answer = _fault(401, "a bearer token is required (coordinator.api.token_file)")
+            answer.headers["WWW-Authenticate"] = "Bearer"
+            return answer
         return await handler(request)
 
 
@@ -233,6 +216,21 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _fault(400, str(exc))
     except (StoreError, RecordError) as exc:
         return _fault(503, f"etcd: {exc}")
+
+
+def _tls(config: ApiConfig) -> ssl.SSLContext | None:
+    """What HTTPS is served with; None for HTTP."""
+    if config.cert_file is None or config.key_file is None:
+        return None
+    read_secret_file(config.key_file, "coordinator.api.key_file")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.cert_file, config.key_file)
+    except OSError as exc:
+        raise ConfigError(
+            [f"coordinator.api.cert_file: {config.cert_file} and its key can't be used ({exc})"]
+        ) from exc
+    return context
 
 
 class _Malformed(ConfigError):

@@ -138,7 +138,7 @@ def openapi() -> dict[str, Any]:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "http://127.0.0.1:9087"}],
-        "security": [{}, {"token": []}],
+        "security": [{"token": []}],
         "paths": paths,
         "components": {
             "schemas": schemas["$defs"],
@@ -146,7 +146,7 @@ def openapi() -> dict[str, Any]:
                 "token": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "What coordinator.api.token_file holds, if it is set.",
+                    "description": "What coordinator.api.token_file holds.",
                 }
             },
         },

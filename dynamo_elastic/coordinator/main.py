@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 
-from dynamo_elastic.config import DeploymentConfig, engine_shape
+from dynamo_elastic.config import DeploymentConfig, api_token, engine_shape
 from dynamo_elastic.config_launch import launch_parser, read_launch_line
 from dynamo_elastic.coordinator.api import ApiServer
 from dynamo_elastic.coordinator.etcd import EtcdStore
@@ -47,7 +47,14 @@ async def _run(config: DeploymentConfig, num_experts: int) -> None:
     store = EtcdStore.of(config.etcd)
     try:
         await check_admitted(store, deployment.keys.leader)
-        api = ApiServer(store, deployment.keys, config.coordinator.api, config.scale, _name())
+        api = ApiServer(
+            store,
+            deployment.keys,
+            config.coordinator.api,
+            config.scale,
+            _name(),
+            token=api_token(config),
+        )
         work = asyncio.ensure_future(_coordinate(Coordinator(store, deployment, _name()), api))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

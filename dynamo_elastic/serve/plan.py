@@ -27,7 +27,7 @@ def absolute(config: DeploymentConfig) -> DeploymentConfig:
     kept = config.observe.operations_dir
     observe = config.observe.model_copy(update={"operations_dir": kept.resolve() if kept else None})
     api = config.coordinator.api
-    api = api.model_copy(update=_absolute(api, "token_file"))
+    api = api.model_copy(update=_absolute(api, "token_file", "cert_file", "key_file"))
     return config.model_copy(
         update={
             "model": model,

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dynamo_elastic.agent.open_images import open_images
-from dynamo_elastic.config import DeploymentConfig, engine_shape
+from dynamo_elastic.config import DeploymentConfig, api_token, engine_shape
 from dynamo_elastic.config_sections import VllmEngineConfig
-from dynamo_elastic.coordinator.api import read_token
 from dynamo_elastic.engine.launch import engine_python
 from dynamo_elastic.engine.shape import CONFIG_FILE, read_shape
 from dynamo_elastic.engine.vllm.versions import check_versions, installed
@@ -35,7 +34,7 @@ def check_host(config: DeploymentConfig) -> int:
     faults += _port_faults(config)
     if config.coordinator.api.token_file is not None:
         try:
-            read_token(config.coordinator.api.token_file)
+            api_token(config)
         except ConfigError as exc:
             faults += exc.faults
     if config.etcd.start and shutil.which("etcd") is None:

@@ -21,12 +21,14 @@ from dynamo_elastic.coordinator.store import Store
 from dynamo_elastic.coordinator.targets import request_scale
 from dynamo_elastic.dynamo.base import ControlRoute
 from dynamo_elastic.errors import ElasticError, TargetRefused
+from dynamo_elastic.secret_files import is_token
 from dynamo_elastic.types import WorkerId
 
 SOURCE = "control"
 _ANSWER_WITHIN_S = 5.0
 """To be told whether a target is acted on; that takes a fraction of it."""
 _POLL_S = 0.05
+_TOKEN_REMEDY = "is required, and must be what coordinator.api.token_file holds"
 _NOT_MET = (TargetState.REFUSED, TargetState.FAILED, TargetState.SUPERSEDED)
 
 _CAPACITY = TypeAdapter(CapacityRecord)
@@ -36,8 +38,16 @@ class ElasticControl:
     """The routes of one worker. Answers carry Dynamo's `status` ('ok' or 'error') and `message`."""
 
     def __init__(
-        self, store: Store, keys: Keys, worker_id: WorkerId, *, operation_timeout_s: float
+        self,
+        store: Store,
+        keys: Keys,
+        worker_id: WorkerId,
+        *,
+        operation_timeout_s: float,
+        token: str,
     ) -> None:
+        """`token`: what every body must carry. Dynamo's server shows us no header."""
+        self._token = token
         self._store = store
         self._keys = keys
         self._worker = worker_id
@@ -46,10 +56,21 @@ class ElasticControl:
     def routes(self) -> dict[str, ControlRoute]:
         """Name -> route. None of them raises ElasticError."""
         return {
-            "elastic_status": _answering(self.elastic_status),
-            "scale_elastic": _answering(self.scale_elastic),
-            "park": _answering(self.park),
+            "elastic_status": self._admitted(self.elastic_status),
+            "scale_elastic": self._admitted(self.scale_elastic),
+            "park": self._admitted(self.park),
         }
+
+    def _admitted(self, route: ControlRoute) -> ControlRoute:
+        """`route`, for those who have the token. It is taken from what the route is given."""
+
+        async def answer(body: dict[str, Any]) -> dict[str, Any]:
+            rest = {name: value for name, value in body.items() if name != "token"}
+            if not is_token(str(body.get("token", "")), self._token):
+                return {"status": "error", "message": f"token: {_TOKEN_REMEDY}"}
+            return await _answering(route)(rest)
+
+        return answer
 
     async def elastic_status(self, body: dict[str, Any]) -> dict[str, Any]:
         """This worker's place, which widths can be had, and the deployment as the HTTP API has

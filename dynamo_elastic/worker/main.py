@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from dynamo_elastic.agent.client import AgentClient
-from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config import DeploymentConfig, api_token
 from dynamo_elastic.config_launch import launch_parser, read_launch_line, read_slot
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.records import Keys, MemberRecord, MemberState
@@ -44,7 +44,11 @@ async def serve(config: DeploymentConfig, slot: int) -> None:
     store, agent = EtcdStore.of(config.etcd), AgentClient(config.agent_socket)
     name, keys = worker_id(slot), Keys(config.deployment)
     control = ElasticControl(
-        store, keys, name, operation_timeout_s=config.scale.operation_timeout_s
+        store,
+        keys,
+        name,
+        operation_timeout_s=config.scale.operation_timeout_s,
+        token=api_token(config),
     )
     desk, instance = registration(config, slot, control.routes())
     parts = ShellParts(

@@ -119,8 +119,16 @@ class Adoption:
         return ask("POST", url, body)[0] == 200
 
     def width(self) -> int:
-        code, status = ask("GET", f"http://127.0.0.1:{self.api_port}/v1/status")
+        code, status = self.api("GET", "status")
         return int(status["width"]) if code == 200 and status["operation"] is None else -1
+
+    def api(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
+        """With the token that the page names; 0 before there is one."""
+        token = Path(self.environment["DYN_ELASTIC_RUN_DIR"], self.config.deployment, "api.token")
+        if not token.exists():
+            return 0, {}
+        url = f"http://127.0.0.1:{self.api_port}/v1/{path}"
+        return ask(method, url, body, token=token.read_text().strip())
 
     async def decide(self, ranks: int, decision_id: int) -> None:
         """What Dynamo's planner writes when it decides."""
@@ -142,10 +150,10 @@ class Adoption:
         return left
 
 
-def ask(method: str, url: str, body: Any = None) -> tuple[int, dict[str, Any]]:
+def ask(method: str, url: str, body: Any = None, token: str = "") -> tuple[int, dict[str, Any]]:
     """Status and JSON body; 0 if nobody listens."""
     data = json.dumps(body).encode() if body is not None else None
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
     request = urllib.request.Request(url, data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=20) as response:
@@ -185,7 +193,7 @@ def test_adopt_scale_and_go_back(tmp_path: Path) -> None:
                 assert user.width() == 2
                 status = user.cli("status")
                 assert "target 2 by planner decision 0 at " in status.stdout
-                answer = ask("PUT", f"http://127.0.0.1:{user.api_port}/v1/target", {"target": 1})
+                answer = user.api("PUT", "target", {"target": 1})
                 assert answer[0] in (200, 202), answer
                 until(lambda: user.width() == 1)
                 assert user.answers()

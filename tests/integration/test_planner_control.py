@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_elastic.config import api_token
 from dynamo_elastic.demo.load import Prompt
 from dynamo_elastic.demo.run import demo_config, leftovers
 from dynamo_elastic.testing.background_load import background_load
@@ -32,7 +33,7 @@ PROMPTS = [Prompt("river stone light", 7, 24), Prompt("amber cloud", 8, 60)]
 def call(deployment: ServedDeployment, slot: int, route: str, **body: Any) -> dict[str, Any]:
     request = urllib.request.Request(
         f"http://127.0.0.1:{deployment.config.system_port(slot)}/engine/control/{route}",
-        data=json.dumps(body).encode(),
+        data=json.dumps({"token": api_token(deployment.config), **body}).encode(),
         headers={"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=20.0) as response:

@@ -56,11 +56,6 @@ def test_the_example_is_valid() -> None:
         ({"snapshot": {"quarantine_s": -1}}, "snapshot.quarantine_s", "got -1"),
         ({"snapshot": {"prked": 2}}, "snapshot.prked", "unknown setting"),
         ({"coordinator": {"api": {"port": 80}}}, "coordinator.api.port", "0, or 1024"),
-        (
-            {"coordinator": {"api": {"port": 9087, "host": "0.0.0.0"}}},
-            "coordinator.api.token_file",
-            "is required",
-        ),
         ({"coordinator": {"api": {"port": 8000}}}, "coordinator.api.port", "is also frontend.port"),
         ({"etcd": {"endpoints": ["http://127.0.0.1:1"]}}, "etcd.endpoints", "etcd.start to false"),
     ],

@@ -19,6 +19,7 @@ from dynamo_elastic.testing.deployments import deployment
 
 HTTPS, HTTP = ["https://10.0.0.5:2379"], ["http://10.0.0.5:2379"]
 CERTIFICATE = {"cert_file": "a.pem", "key_file": "a.key"}
+TLS = {"cert_file": "a.pem", "key_file": "a.key"}
 USER = {"user": "a", "password_file": "a.password"}
 GOOD = {
     "deployment": "a",
@@ -29,6 +30,10 @@ GOOD = {
 
 def etcd(**more: Any) -> dict[str, Any]:
     return {"etcd": {"start": False, **more}}
+
+
+def api(**more: Any) -> dict[str, Any]:
+    return {"coordinator": {"api": {"port": 9087, **more}}}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +51,10 @@ def etcd(**more: Any) -> dict[str, Any]:
         ),
         (etcd(endpoints=HTTPS, ca_file="c", **USER), "etcd.cert_file", "Dynamo's runtime"),
         (etcd(endpoints=HTTP, **USER), "etcd.user", "in the clear"),
+        (api(host="0.0.0.0", **TLS), "coordinator.api.token_file", "can be reached by others"),
+        (api(host="10.0.0.5", token_file="t"), "coordinator.api.cert_file", "can be reached"),
+        (api(cert_file="a.pem"), "coordinator.api.key_file", "go together"),
+        (api(key_file="a.pem"), "coordinator.api.cert_file", "go together"),
     ],
 )
 def test_an_open_door_is_a_fault(change: dict[str, Any], field: str, says: str) -> None:
@@ -66,6 +75,11 @@ def test_an_open_door_is_a_fault(change: dict[str, Any], field: str, says: str) 
 )
 def test_what_is_closed_is_taken(settings: dict[str, Any]) -> None:
     parse_config({**GOOD, **etcd(**settings)})
+
+
+def test_whoever_can_be_reached_has_token_and_certificate() -> None:
+    parse_config({**GOOD, **api(host="0.0.0.0", token_file="t", **TLS)})
+    assert parse_config(GOOD).coordinator.api.host == "127.0.0.1"
 
 
 def secured(directory: Path) -> tuple[DeploymentConfig, list[str]]:

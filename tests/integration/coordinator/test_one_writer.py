@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from dynamo_elastic.cli.exit_codes import SUPERSEDED
+from dynamo_elastic.config import api_token, load_config
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.records import OutcomeStatus
 from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
@@ -75,10 +76,15 @@ async def cli(file: Path, *arguments: str) -> tuple[int, str, str]:
     return child.returncode or 0, out.decode(), err.decode()
 
 
+def bearer(file: Path) -> dict[str, str]:
+    """What load_config() would have the API want to hear; whoever is first makes it."""
+    return {"Authorization": f"Bearer {api_token(load_config(file))}"}
+
+
 async def ask(
     session: aiohttp.ClientSession, method: str, port: int, path: str, **body: Any
 ) -> Any:
-    """The answer of the API on `port`, once it listens."""
+    """The answer of the API on `port`, once it listens. The token is the deployment's own."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
             try:
@@ -99,7 +105,7 @@ async def test_one_writer_and_the_rest_see_why(tmp_path: Path) -> None:
             world(store) as here,
             coordinator(file, ports[0]) as first,
             coordinator(file, ports[1]) as second,
-            aiohttp.ClientSession() as session,
+            aiohttp.ClientSession(headers=bearer(file)) as session,
         ):
             await here.until(2, timeout_s=TIMEOUT_S)
             views = [await ask(session, "GET", port, "/v1/status") for port in ports]

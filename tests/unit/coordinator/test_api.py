@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ import pytest
 import yaml
 
 from dynamo_elastic.config_sections import ApiConfig
-from dynamo_elastic.coordinator.api import ApiServer, read_token
+from dynamo_elastic.coordinator.api import ApiServer
 from dynamo_elastic.coordinator.api_models import TargetState
-from dynamo_elastic.coordinator.api_routes import ROUTES, openapi
+from dynamo_elastic.coordinator.api_routes import ROUTES, Route, openapi
 from dynamo_elastic.coordinator.api_views import in_use
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
 from dynamo_elastic.coordinator.records import (
@@ -35,6 +36,7 @@ from dynamo_elastic.coordinator.store import Put, Versioned
 from dynamo_elastic.coordinator.targets import request_scale
 from dynamo_elastic.errors import ConfigError, StoreUnavailable
 from dynamo_elastic.phases import Step
+from dynamo_elastic.testing.certificates import Authority
 from dynamo_elastic.testing.coordination import CONFIG, SHAPE, World, world
 from dynamo_elastic.testing.deployments import asyncio_test
 from dynamo_elastic.testing.etcd_process import free_port
@@ -42,6 +44,7 @@ from dynamo_elastic.testing.participants import Misbehaviour, Script
 from dynamo_elastic.testing.store import FakeStore
 
 TIMEOUT_S = 30.0
+TOKEN = "token-1"
 DOCUMENT = openapi()
 
 
@@ -88,10 +91,11 @@ class Client:
 @asynccontextmanager
 async def api(here: World, name: str = "c", **settings: Any) -> AsyncIterator[Client]:
     config = ApiConfig(port=free_port(), **settings)
-    server = ApiServer(here.store, here.keys, config, CONFIG, name)
+    server = ApiServer(here.store, here.keys, config, CONFIG, name, token=TOKEN)
     await server.start()
     try:
-        async with aiohttp.ClientSession() as session:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with aiohttp.ClientSession(headers=headers) as session:
             yield Client(session, f"http://127.0.0.1:{config.port}")
     finally:
         await server.close()
@@ -113,7 +117,7 @@ async def served(shells: int = 4) -> AsyncIterator[tuple[World, Client]]:
 
 
 def test_what_is_served_is_what_the_document_says() -> None:
-    server = ApiServer(FakeStore(), Keys("test"), ApiConfig(), CONFIG, "c")
+    server = ApiServer(FakeStore(), Keys("test"), ApiConfig(), CONFIG, "c", token=TOKEN)
     app = server.app()
     served_paths = {(r.method.lower(), r.resource.canonical) for r in app.router.routes()}  # type: ignore[union-attr]
     described = {(m, path) for path, ways in DOCUMENT["paths"].items() for m in ways}
@@ -238,7 +242,7 @@ async def deletable(client: Client) -> list[str]:
     return [slot["worker"] for slot in body["slots"]]
 
 
-def test_pods_that_keda_deletes_are_never_in_use(tmp_path: Path) -> None:
+def test_pods_that_keda_deletes_are_never_in_use() -> None:
     """The trigger of examples/keda against the API, its answers put through the autoscaler's
     formula, and the highest pods deleted as a StatefulSet does."""
     example = Path(__file__).parents[3] / "examples" / "keda" / "scaledobject.yaml"
@@ -246,14 +250,11 @@ def test_pods_that_keda_deletes_are_never_in_use(tmp_path: Path) -> None:
     trigger = scaled["spec"]["triggers"][0]["metadata"]
     assert (trigger["authMode"], trigger["targetValue"]) == ("bearer", "1")
     path = "/" + trigger["url"].split("/", 3)[3]
-    token = tmp_path / "token"
-    token.write_text("keda-1")
-    token.chmod(0o600)
-    headers = {"Authorization": "Bearer keda-1", "User-Agent": "Go-http-client/1.1"}
+    headers = {"Authorization": f"Bearer {TOKEN}", "User-Agent": "Go-http-client/1.1"}
 
     @asyncio_test
     async def main() -> None:
-        async with served() as (here, _), api(here, token_file=token) as client:
+        async with served() as (here, _), api(here) as client:
 
             async def replicas() -> int:
                 body = await client.ask("GET", path, 200, headers=headers)
@@ -359,47 +360,61 @@ async def test_other_bad_requests() -> None:
         assert await here.store.get(here.keys.target) is None
 
 
+GUARDED = [r for r in ROUTES if not r.open]
+WRONG = (None, "Bearer token-2", "Bearer token-", TOKEN, f"Basic {TOKEN}", "Bearer", "Bearer \xe9")
+
+
+@pytest.mark.parametrize("route", GUARDED, ids=lambda r: r.name)
+@pytest.mark.parametrize("given", WRONG)
 @asyncio_test
-async def test_a_page_in_a_browser_cannot_ask() -> None:
-    """DNS rebinding: the page's own name leads to loopback, but it is what the request names."""
+async def test_without_the_token_nothing_is_told_or_done(route: Route, given: str | None) -> None:
+    headers = {} if given is None else {"Authorization": given}
     async with world(FakeStore(), 0) as here, api(here) as client:
-        await client.ask("GET", "/v1/status", 401, headers={"Host": "evil.example:1"})
+        path = route.path.replace("{id}", "x")
+        async with (
+            aiohttp.ClientSession() as stranger,
+            stranger.request(
+                route.method, client.url + path, headers=headers, json={"target": 2}
+            ) as answer,
+        ):
+            assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+        assert await here.store.get(here.keys.target) is None
 
 
-def test_the_token(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    path.write_text("secret-1\n")
-    path.chmod(0o640)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        read_token(path)
-    path.chmod(0o600)
-    assert read_token(path) == "secret-1"
-    path.write_text(" \n")
-    with pytest.raises(ConfigError, match="must hold one token"):
-        read_token(path)
-    with pytest.raises(ConfigError, match="can't be read"):
-        read_token(tmp_path / "none")
+@asyncio_test
+async def test_who_asks_for_health_needs_no_token_and_hears_no_more() -> None:
+    async with world(FakeStore(), 0) as here, api(here) as client:
+        for path in ("/healthz", "/openapi.json"):
+            async with aiohttp.ClientSession() as anybody, anybody.get(client.url + path) as answer:
+                assert answer.status == 200
+        assert await client.ask("GET", "/healthz", 200) == {"status": "ok"}
 
-    @asyncio_test
-    async def main() -> None:
-        path.write_text("secret-1")
-        async with world(FakeStore(), 0) as here, api(here, token_file=path) as client:
-            await client.ask("GET", "/v1/status", 401)
-            for given in ("Bearer secret-2", "secret-1", "Basic secret-1", "Bearer"):
-                wrong = {"Authorization": given}
-                await client.ask("GET", "/v1/status", 401, headers=wrong)
-            right = {"Authorization": "Bearer secret-1"}
-            await client.ask("GET", "/v1/status", 200, headers=right)
-            await client.ask("GET", "/healthz", 200)
 
-    main()
+@asyncio_test
+async def test_over_https(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue("coordinator")
+    async with world(FakeStore(), 0) as here:
+        async with api(here, cert_file=pair.cert, key_file=pair.key) as client:
+            url = client.url.replace("http:", "https:")
+            trusting = ssl.create_default_context(cafile=authority.ca_file)
+            async with client.session.get(f"{url}/v1/status", ssl=trusting) as answer:
+                assert answer.status == 200
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await client.session.get(f"{url}/v1/status")
+            with pytest.raises(aiohttp.ClientError):
+                await client.session.get(f"{client.url}/v1/status")
+        pair.key.chmod(0o644)
+        with pytest.raises(ConfigError, match=r"coordinator\.api\.key_file: others may read"):
+            async with api(here, cert_file=pair.cert, key_file=pair.key):
+                pass
 
 
 @asyncio_test
 async def test_a_port_in_use_is_a_clear_error() -> None:
     async with world(FakeStore(), 0) as here, api(here) as client:
         taken = ApiConfig(port=int(client.url.rpartition(":")[2]))
-        server = ApiServer(here.store, here.keys, taken, CONFIG, "second")
+        server = ApiServer(here.store, here.keys, taken, CONFIG, "second", token=TOKEN)
         with pytest.raises(ConfigError, match=r"coordinator\.api\.port: can't listen"):
             await server.start()
 
@@ -434,7 +449,11 @@ async def test_requests_that_wait_do_not_hold_up_the_end() -> None:
     async with world(FakeStore(), 0) as here, aiohttp.ClientSession() as session:
         async with api(here) as client:
             waiting = asyncio.create_task(
-                session.put(f"{client.url}/v1/target?wait_s=60", json={"target": 2})
+                session.put(
+                    f"{client.url}/v1/target?wait_s=60",
+                    json={"target": 2},
+                    headers={"Authorization": f"Bearer {TOKEN}"},
+                )
             )
             await asyncio.sleep(0.2)
             began_s = asyncio.get_running_loop().time()

@@ -64,14 +64,11 @@ class Keda:
 
 
 @asynccontextmanager
-async def scaler(tmp_path: Path) -> AsyncIterator[tuple[World, Keda, ApiServer]]:
+async def scaler() -> AsyncIterator[tuple[World, Keda, ApiServer]]:
     example, listen, stop = load_example(), f"127.0.0.1:{free_port()}", asyncio.Event()
-    token = tmp_path / "token"
-    token.write_text("keda-1")
-    token.chmod(0o600)
-    config = ApiConfig(port=free_port(), token_file=token)
+    config = ApiConfig(port=free_port())
     async with world(FakeStore(), 4) as here:
-        server = ApiServer(here.store, here.keys, config, CONFIG, "c")
+        server = ApiServer(here.store, here.keys, config, CONFIG, "c", token="keda-1")
         await server.start()
         leader = Coordinator(here.store, Deployment(here.keys, CONFIG, SHAPE), "leader")
         url = f"http://127.0.0.1:{config.port}"
@@ -93,10 +90,8 @@ async def scaler(tmp_path: Path) -> AsyncIterator[tuple[World, Keda, ApiServer]]
 
 
 @asyncio_test
-async def test_pods_follow_the_target_up_at_once_and_down_after_the_release(
-    tmp_path: Path,
-) -> None:
-    async with scaler(tmp_path) as (here, keda, _):
+async def test_pods_follow_the_target_up_at_once_and_down_after_the_release() -> None:
+    async with scaler() as (here, keda, _):
         assert await keda.replicas() == 2
         assert (await keda.ask("IsActive", "IsActiveResponse")).result
         await request_scale(here.store, here.keys, 4, "keda")
@@ -111,8 +106,8 @@ async def test_pods_follow_the_target_up_at_once_and_down_after_the_release(
 
 
 @asyncio_test
-async def test_keda_is_told_what_is_wrong(tmp_path: Path) -> None:
-    async with scaler(tmp_path) as (_, keda, server):
+async def test_keda_is_told_what_is_wrong() -> None:
+    async with scaler() as (_, keda, server):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await keda.ask("GetMetrics", "GetMetricsResponse", metricName="cpu")
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

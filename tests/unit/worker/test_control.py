@@ -26,6 +26,7 @@ from dynamo_elastic.types import Epoch, Incarnation, OperationId, WorkerId
 from dynamo_elastic.worker.control import ElasticControl
 
 KEYS, ME = Keys("test"), WorkerId("slot1")
+TOKEN = "token-1"
 
 
 class Bench:
@@ -33,7 +34,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.store = FakeStore()
-        control = ElasticControl(self.store, KEYS, ME, operation_timeout_s=300.0)
+        control = ElasticControl(self.store, KEYS, ME, operation_timeout_s=300.0, token=TOKEN)
         self.routes = control.routes()
 
     async def fill(self, *, legal: tuple[int, ...] = (2, 3, 4)) -> None:
@@ -49,7 +50,7 @@ class Bench:
         await self.store.txn([], ops)
 
     async def call(self, name: str, **body: Any) -> dict[str, Any]:
-        return await self.routes[name](body)
+        return await self.routes[name]({"token": TOKEN, **body})
 
     @property
     def target(self) -> TargetRecord | None:
@@ -113,7 +114,7 @@ def test_bad_bodies_change_nothing(route: str, body: dict[str, Any], reason: str
     async def main() -> None:
         bench = Bench()
         await bench.fill()
-        answer = await bench.routes[route](body)
+        answer = await bench.call(route, **body)
         assert answer["status"] == "error"
         assert reason in answer["message"]
         assert bench.target is None
@@ -151,4 +152,22 @@ async def test_a_store_that_is_away_is_an_error(bench: Bench) -> None:
     bench.store.down = True
     for route in bench.routes:
         body = {"target": 4} if route == "scale_elastic" else {}
-        assert (await bench.routes[route](body))["status"] == "error"
+        assert (await bench.call(route, **body))["status"] == "error"
+
+
+@pytest.mark.parametrize("route", ["elastic_status", "scale_elastic", "park"])
+@pytest.mark.parametrize("token", [None, "", "token-2", "token-", ["token-1"]])
+def test_without_the_token_nothing_is_told_or_done(route: str, token: Any) -> None:
+    @scenario
+    async def main(bench: Bench) -> None:
+        await bench.fill()
+        before = dict(bench.store.data)
+        given = {} if token is None else {"token": token}
+        answer = await bench.routes[route]({"target": 4, **given})
+        assert answer == {
+            "status": "error",
+            "message": "token: is required, and must be what coordinator.api.token_file holds",
+        }
+        assert bench.store.data == before
+
+    main()
