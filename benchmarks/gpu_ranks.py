@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import sys
 import time
@@ -14,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 
 from gpu_report import Report
-from provenance import write_result
 
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.testing.expert_buffer_group import RankFailed
@@ -32,27 +29,25 @@ def gpu_count() -> int:
 
 
 def run_ranks(name: str, body: Body, *, deadline_s: int) -> None:
-    """Run `body` within its deadline; what it puts on the stack is closed, the result written, also
-    to the folder that OUT names. Exits with 1 if it did not end well."""
+    """Run `body` within its deadline; what it puts on the stack is closed, the result written. Ends
+    with 1 if it did not end well."""
     report = Report(name)
     signal.signal(signal.SIGALRM, _out_of_time)
+    signal.signal(signal.SIGTERM, _out_of_time)
     signal.alarm(deadline_s)
     began_s = time.monotonic()
     try:
         with ExitStack() as stack:
             body(report, stack)
         report.metric("completed", 1)
-    except (ElasticError, RankFailed, OutOfTime, OSError, ValueError, LookupError) as exc:
+    except Exception as exc:  # noqa: BLE001 - any end is a result
         report.metric("completed", 0)
         report.note("stopped_by", f"{type(exc).__name__}: {exc}"[:3000])
         traceback.print_exc()
     finally:
         signal.alarm(0)
         report.metric("wall_s", time.monotonic() - began_s)
-        path = write_result(name, report.metrics, report.detail)
-        if folder := os.environ.get("OUT"):
-            shutil.copy(path, folder)
-        print("wrote", path)
+        report.write()
     sys.exit(0 if report.metrics["completed"] else 1)
 
 
@@ -69,4 +64,4 @@ def attempt(report: Report, name: str, part: Callable[[], None]) -> bool:
 
 
 def _out_of_time(number: int, frame: FrameType | None) -> None:
-    raise OutOfTime(f"signal {number}: the benchmark's own deadline has passed")
+    raise OutOfTime(f"{signal.Signals(number).name}: its own deadline has passed, or it was ended")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -46,22 +50,25 @@ def _sum_words(  # type: ignore[no-untyped-def]
     tl.store(sums + 2 * program + 1, tl.sum(second.to(tl.int64, bitcast=True), axis=0))
 
 
-def word_sums(words: torch.Tensor) -> tuple[int, int]:
-    """Both sums over int64 `words` on the current GPU, modulo 2**64. Waits for them."""
-    count = words.numel()
-    programs = triton.cdiv(count, _PROGRAM_WORDS)
-    sums = torch.empty(programs, 2, dtype=torch.int64, device=words.device)
-    _sum_words[(programs,)](
-        words,
-        sums,
-        count,
-        golden=tensor_digest.GOLDEN,
-        mix_1=tensor_digest.MIX_1,
-        mix_2=tensor_digest.MIX_2,
-        odd=tensor_digest.ODD,
-        block=_BLOCK_WORDS,
-        blocks=_BLOCKS_A_PROGRAM,
-        num_warps=8,
-    )
-    first, second = sums.sum(0).tolist()
-    return int(first), int(second)
+def word_sums(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Both sums over the int64 words of each of `tensors`, on the current GPU, modulo 2**64. Waits
+    for them once, however many there are."""
+    programs = [triton.cdiv(words.numel(), _PROGRAM_WORDS) for words in tensors]
+    starts = [0, *accumulate(programs)]
+    sums = torch.empty(starts[-1], 2, dtype=torch.int64, device=tensors[0].device)
+    for words, start, count in zip(tensors, starts, programs, strict=False):
+        _sum_words[(count,)](
+            words,
+            sums[start:],
+            words.numel(),
+            golden=tensor_digest.GOLDEN,
+            mix_1=tensor_digest.MIX_1,
+            mix_2=tensor_digest.MIX_2,
+            odd=tensor_digest.ODD,
+            block=_BLOCK_WORDS,
+            blocks=_BLOCKS_A_PROGRAM,
+            num_warps=8,
+        )
+    parts = sums.cpu().numpy().view(np.uint64)
+    totals = np.add.reduceat(parts, starts[:-1], axis=0)
+    return [(int(first), int(second)) for first, second in totals]

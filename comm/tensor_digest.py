@@ -14,7 +14,7 @@ unseen once in 2**64 or less. It is no defence against somebody who wants equal 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -35,42 +35,58 @@ def mix(word: int) -> int:
 
 
 def digest(data: torch.Tensor) -> str:
-    """The digest of `data`'s bytes, as 32 hex digits; `data` is contiguous, on the host or a GPU.
+    """The digest of `data`'s bytes, as 32 hex digits; see digest_all()."""
+    return digest_all([data])[0]
 
-    On a GPU it runs on the current stream and waits for it, and the first byte must be at a
-    multiple of 8. Raises ValueError if it is not, or if `data` is not contiguous.
+
+def digest_all(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """The digest of each tensor; all are contiguous, and on the host or on one GPU.
+
+    On a GPU it runs on the current stream and waits for it once, and the first byte of each must be
+    at a multiple of 8. Raises ValueError if it is not, or if one is not contiguous.
     """
-    if not data.is_contiguous():
+    if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("only a contiguous tensor has a digest: call contiguous() on it")
-    flat = data.reshape(-1).view(torch.uint8)
-    size_bytes = flat.numel()
-    whole = size_bytes // WORD_BYTES * WORD_BYTES
-    tail = flat[whole:].cpu().numpy().tobytes()
-    first, second = _sums(flat[:whole])
-    if tail:
-        h = mix((int.from_bytes(tail, "little") + (whole // WORD_BYTES + 1) * GOLDEN) & _MASK)
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    whole = [data[: data.numel() // WORD_BYTES * WORD_BYTES] for data in flat]
+    sums = _sums(whole)
+    return [_finish(*pair) for pair in zip(flat, whole, sums, strict=True)]
+
+
+def _finish(flat: torch.Tensor, whole: torch.Tensor, sums: tuple[int, int]) -> str:
+    """`sums` are those over `whole`, the whole words of `flat`."""
+    first, second = sums
+    if len(whole) < len(flat):
+        tail = int.from_bytes(flat[len(whole) :].cpu().numpy().tobytes(), "little")
+        h = mix((tail + (len(whole) // WORD_BYTES + 1) * GOLDEN) & _MASK)
         first, second = first + h, second + _fold(h)
-    size_mark = mix(size_bytes)
+    size_mark = mix(len(flat))
     return f"{(first + size_mark) & _MASK:016x}{(second + size_mark) & _MASK:016x}"
 
 
 def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """The digest of each tensor, by name."""
-    return {name: digest(tensor) for name, tensor in tensors.items()}
+    return dict(zip(tensors, digest_all(list(tensors.values())), strict=True))
 
 
-def _sums(flat: torch.Tensor) -> tuple[int, int]:
-    """Both sums over whole words, modulo 2**64 or not."""
-    if not flat.numel():
-        return 0, 0
-    if flat.is_cuda:
-        from dynamo_elastic.comm.digest_kernel import word_sums
+def _sums(pieces: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Both sums over the words of each piece, modulo 2**64 or not."""
+    filled = [piece for piece in pieces if piece.numel()]
+    if any(piece.is_cuda for piece in filled):
+        sums = iter(_sums_on_gpu(filled))
+    else:
+        sums = (_sums_on_host(np.frombuffer(piece.numpy(), dtype="<u8")) for piece in filled)
+    return [next(sums) if piece.numel() else (0, 0) for piece in pieces]
 
-        if flat.data_ptr() % WORD_BYTES:
-            raise ValueError(f"a tensor at {flat.data_ptr():#x}: align it to {WORD_BYTES} bytes")
-        with torch.cuda.device(flat.device):
-            return word_sums(flat.view(torch.int64))
-    return _sums_on_host(np.frombuffer(flat.numpy(), dtype="<u8"))
+
+def _sums_on_gpu(pieces: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    from dynamo_elastic.comm.digest_kernel import word_sums
+
+    for piece in pieces:
+        if piece.data_ptr() % WORD_BYTES:
+            raise ValueError(f"a tensor at {piece.data_ptr():#x}: align it to {WORD_BYTES} bytes")
+    with torch.cuda.device(pieces[0].device):
+        return word_sums([piece.view(torch.int64) for piece in pieces])
 
 
 def _sums_on_host(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> tuple[int, int]:

@@ -128,6 +128,8 @@ class Fleet(Generic[E]):
         await self.connect(plan.after)
         await self.switch(plan.after)
         await each(self.of(plan.after), lambda e: e.client.disconnect(plan.after.epoch))
+        # Their group is older than the one in force; each lets go of its peers.
+        await each(leavers, lambda e: e.client.disconnect(plan.after.epoch))
         return plan
 
 

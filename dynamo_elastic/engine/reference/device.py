@@ -34,7 +34,8 @@ class StepResult:
 class Executor(Protocol):
     """Steps of one life of an engine, and its place among the experts of its peers.
 
-    step() is called by the step loop's thread, the rest by the thread that prepares epochs.
+    step() and keep_only() are called by the step loop's thread, the rest by the thread that
+    prepares epochs.
     """
 
     def group(self, epoch: Epoch, rank: Rank, world_size: int) -> ExpertGroup:

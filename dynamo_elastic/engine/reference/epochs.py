@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +158,7 @@ class Epochs:
         plan = plan_dense(regions, sources, joiners, chunk_bytes=self._own.chunk_bytes)
         report = self._write([c for c in plan if c.source == self._worker_id])
         digests = self._own.digests(r.name for r in regions)
-        return PushReport(
-            report.size_bytes, report.elapsed_s, dict.fromkeys(joiners, digests), self.probe()
-        )
+        return replace(report, digests=dict.fromkeys(joiners, digests), probe=self.probe())
 
     def push_experts(
         self, epoch: Epoch, worker_id: WorkerId, moves: Sequence[ExpertMove]
@@ -167,23 +167,28 @@ class Epochs:
         self._refuse_old(epoch)
         failpoint("engine.before_push")
         chunks: list[Chunk] = []
-        digests: dict[WorkerId, dict[str, str]] = {}
+        copies: list[tuple[WorkerId, str, str]] = []
         for move in (m for m in moves if m.from_worker == worker_id == self._worker_id):
             self._wait_unused(move)
             pairs = self._pairs(self._slot_of(move.expert), move.to_slot)
             chunks += plan_copies(
                 worker_id, move.to_worker, pairs, chunk_bytes=self._own.chunk_bytes
             )
-            sent = self._own.digests(ours.name for ours, _ in pairs)
-            arrived = {theirs.name: sent[ours.name] for ours, theirs in pairs}
-            digests.setdefault(move.to_worker, {}).update(arrived)
+            copies += [(move.to_worker, ours.name, theirs.name) for ours, theirs in pairs]
         report = self._write(chunks)
-        return PushReport(report.size_bytes, report.elapsed_s, digests)
+        sent = self._own.digests({ours for _, ours, _ in copies})
+        digests: dict[WorkerId, dict[str, str]] = {}
+        for target, ours, theirs in copies:
+            digests.setdefault(target, {})[theirs] = sent[ours]
+        return replace(report, digests=digests)
 
     def _write(self, chunks: list[Chunk]) -> PushReport:
         began = time.monotonic()
         size_bytes = self._own.write(chunks)
-        return PushReport(size_bytes, time.monotonic() - began)
+        links = Counter[WorkerId]()
+        for chunk in chunks:
+            links[chunk.target] += chunk.size_bytes
+        return PushReport(size_bytes, time.monotonic() - began, links=dict(links))
 
     def _slot_of(self, expert: int) -> int:
         current = self._loop.current
@@ -296,4 +301,9 @@ class Epochs:
     def _forget_strangers(self) -> None:
         memberships = [m for m in (self._loop.current, self._loop.pending) if m is not None]
         self._own.keep_only({w for m in memberships for w in m.topology.worker_ids})
+        self._in_loop(self._keep_groups)
+
+    def _keep_groups(self) -> None:
+        """In the step loop's thread: peers come and go between two steps."""
+        memberships = [m for m in (self._loop.current, self._loop.pending) if m is not None]
         self._executor.keep_only([*(m.group for m in memberships), *self._opened.values()])

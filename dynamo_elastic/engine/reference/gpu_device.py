@@ -15,7 +15,7 @@ from dynamo_elastic.comm.cuda_copy import CudaCopyEngine
 from dynamo_elastic.comm.expert_rules import check_shape
 from dynamo_elastic.comm.nixl_ep import NixlExpertBuffer
 from dynamo_elastic.comm.peer_push import PeerAgent
-from dynamo_elastic.comm.tensor_digest import digest
+from dynamo_elastic.comm.tensor_digest import digest, digest_all
 from dynamo_elastic.engine.launch import EngineSettings
 from dynamo_elastic.engine.reference.device import Executor
 from dynamo_elastic.engine.reference.experts import LocalExperts
@@ -41,15 +41,23 @@ class GpuStore:
     dtype = torch.bfloat16
     kind = MemoryKind.VRAM
 
-    def __init__(self, driver: CudaVmm) -> None:
+    def __init__(self, driver: CudaVmm, beside: torch.cuda.Stream) -> None:
+        """Digests are taken on the stream `beside`."""
         self._driver = driver
+        self._beside = beside
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def arena(self, regions: Sequence[Region]) -> VmmArena:
         return VmmArena(regions, self._driver, device=self.device.index)
 
-    def digest(self, data: Tensor) -> str:
-        return digest(data)
+    def digests(self, data: Sequence[Tensor]) -> list[str]:
+        """As in Store: after what this thread has launched before, and beside the steps; in turn
+        with them, each digest would wait for one."""
+        if not data:
+            return []
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            return digest_all(data)
 
 
 class GpuDevice:
@@ -62,8 +70,8 @@ class GpuDevice:
         self._seat = Rank(settings.slot)
         check_shape(self._shape, self._seat)
         self._driver = CudaVmm()
-        self.store = GpuStore(self._driver)
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.store = GpuStore(self._driver, self._side)
         self._graphs: StepGraphs | None = None
         self._table: Tensor | None = None
         self._imported: list[ImportedArena] = []

@@ -98,13 +98,14 @@ class GpuExecutor:
     def keep_only(self, groups: Collection[ExpertGroup]) -> None:
         kept = {seat for group in groups for seat in _seats(group).values()}
         states = self._buffer.states
+        self._align({s for s in kept if states[s] is PeerState.ACTIVE})
+        states = self._buffer.states
         self._buffer.disconnect(
             [s for s, state in states.items() if state in _LET_GO_FROM and s not in kept]
         )
 
     def close(self) -> None:
         """As in Executor: the coordinator has had every peer disconnect, or the peer is dead."""
-        self._align(set())
         self.keep_only(())
         self._buffer.destroy(released_by=self._buffer.states.keys())
 

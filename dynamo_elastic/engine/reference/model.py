@@ -8,7 +8,7 @@ computes it. A GPU has a graph for each of several tile sizes, and bits depend o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -84,10 +84,11 @@ class Weights:
     def dense(self, name: str) -> Tensor:
         return self.tensors[DENSE + name]
 
-    def digest(self, name: str) -> str:
-        """Of the region `name`. Raises KeyError."""
-        region = self.arena.region(name)
-        return self.store.digest(self.arena.tensor(region, torch.uint8, (region.size_bytes,)))
+    def digests(self, names: Iterable[str]) -> dict[str, str]:
+        """Of the regions of these names. Raises KeyError."""
+        regions = [self.arena.region(name) for name in names]
+        data = [self.arena.tensor(r, torch.uint8, (r.size_bytes,)) for r in regions]
+        return dict(zip((r.name for r in regions), self.store.digests(data), strict=True))
 
 
 class Model:

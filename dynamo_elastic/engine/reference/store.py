@@ -31,8 +31,8 @@ class Store(Protocol):
         """New memory for `regions`."""
         ...
 
-    def digest(self, data: Tensor) -> str:
-        """Of the bytes of `data` (uint8); the same on every rank of a deployment."""
+    def digests(self, data: Sequence[Tensor]) -> list[str]:
+        """Of the bytes of each of `data` (uint8); the same on every rank of a deployment."""
         ...
 
 
@@ -46,8 +46,8 @@ class HostStore:
     def arena(self, regions: Sequence[Region]) -> HostArena:
         return HostArena(regions)
 
-    def digest(self, data: Tensor) -> str:
-        return digest(data.numpy().data)
+    def digests(self, data: Sequence[Tensor]) -> list[str]:
+        return [digest(one.numpy().data) for one in data]
 
 
 HOST = HostStore()
