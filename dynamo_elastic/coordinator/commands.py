@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_elastic.coordinator.fenced import FencedStore
+from dynamo_elastic.coordinator.missing import Missing
 from dynamo_elastic.coordinator.payloads import named
 from dynamo_elastic.coordinator.records import (
     AckRecord,
@@ -62,7 +63,7 @@ class Answers:
     failed: dict[WorkerId, str] = field(default_factory=dict)
     """It says so itself, with its reason."""
     lost: dict[WorkerId, str] = field(default_factory=dict)
-    """Its lease ran out, or its engine is gone."""
+    """Its lease ran out and it has not come back, or its engine is gone."""
     silent: tuple[WorkerId, ...] = ()
     """Did not answer before the deadline."""
     acks: dict[WorkerId, AckRecord] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class Commander:
         self._keys = keys
         self._operation_id = operation_id
         self._epoch = epoch
+        self._missing = Missing(asyncio.get_running_loop().time)
         self._seq = 0
 
     async def run(self, order: Order, under: Guard) -> Answers:
@@ -87,7 +89,8 @@ class Commander:
         `under` holds while the operation is the one stored: a command whose request was thought
         lost must not turn up after its end. Raises LeadershipLost, StoreError.
         """
-        waiting = _Waiting(order, self._keys, self._operation_id, self._fenced.token)
+        identity = (self._operation_id, self._fenced.token)
+        waiting = _Waiting(order, self._keys, identity, self._missing)
         deadline_s = asyncio.get_running_loop().time() + order.timeout_s + _GRACE_S
         try:
             async with asyncio.timeout_at(deadline_s):
@@ -116,10 +119,15 @@ class Commander:
                     waiting.look({v.key: v.value for v in watch.snapshot})
                     if waiting.over():
                         return
-                    async for event in watch:
-                        waiting.see(event.key, event.value)
-                        if waiting.over():
-                            return
+                    async with asyncio.timeout(None) as patience:
+                        patience.reschedule(waiting.until_s)
+                        async for event in watch:
+                            waiting.see(event.key, event.value)
+                            if waiting.over():
+                                return
+                            patience.reschedule(waiting.until_s)
+            except TimeoutError:
+                waiting.give_up()
             except StoreUnavailable as exc:
                 log.warning("watching for acks of %s: %s", order.step, exc)
                 await asyncio.sleep(_REWATCH_PAUSE_S)
@@ -192,12 +200,15 @@ def _batches(values: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
 class _Waiting:
     """What an order waits for: fed with stored values, it fills `answers`."""
 
-    def __init__(self, order: Order, keys: Keys, operation_id: OperationId, token: int) -> None:
+    def __init__(
+        self, order: Order, keys: Keys, identity: tuple[OperationId, int], missing: Missing
+    ) -> None:
         self.order = order
         self.answers = Answers()
         self.seq = 0
         self._keys = keys
-        self._identity = (operation_id, token)
+        self._identity = identity
+        self._missing = missing
         self._members = {keys.member(w): w for w in order.bodies.own}
         self._acks = {keys.ack(w): w for w in order.bodies.own}
         self.unanswered = dict.fromkeys(order.bodies.own)
@@ -213,20 +224,39 @@ class _Waiting:
             self.see(key, stored.get(key))
         for key in self._members:
             self.see(key, stored.get(key))
+        self.give_up()
+
+    @property
+    def until_s(self) -> float | None:
+        """When the next of those that are missing will not come back any more; None if nobody is
+        missing."""
+        return self._missing.until_s(self.unanswered)
+
+    def give_up(self) -> None:
+        """Who has been missing for too long is lost."""
+        for worker in self._missing.lost(self.unanswered):
+            self._lose(worker, "its lease ran out")
 
     def see(self, key: str, value: bytes | None) -> None:
         if key in self._acks and value is not None:
             self._see_ack(self._acks[key], decode(AckRecord, value))
         elif key in self._members:
-            worker = self._members[key]
-            reason = (
-                "its lease ran out" if value is None else decode(MemberRecord, value).lost_reason
-            )
-            if reason and worker in self.unanswered:
-                del self.unanswered[worker]
-                self.answers.lost[worker] = reason
+            self._see_member(self._members[key], value)
         elif key == self._keys.leader:
             raise LeadershipLost("the leader's key changed")
+
+    def _see_member(self, worker: WorkerId, value: bytes | None) -> None:
+        if value is None and not self.order.fail_fast:
+            return self._missing.gone(worker)
+        self._missing.back(worker)
+        reason = "its lease ran out" if value is None else decode(MemberRecord, value).lost_reason
+        if reason:
+            self._lose(worker, reason)
+
+    def _lose(self, worker: WorkerId, reason: str) -> None:
+        if worker in self.unanswered:
+            del self.unanswered[worker]
+            self.answers.lost[worker] = reason
 
     def _see_ack(self, worker: WorkerId, ack: AckRecord) -> None:
         expected = (*self._identity, self.seq)

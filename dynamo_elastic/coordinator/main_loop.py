@@ -23,6 +23,7 @@ from dynamo_elastic.coordinator.decide import (
 )
 from dynamo_elastic.coordinator.election import Election
 from dynamo_elastic.coordinator.fenced import FencedStore
+from dynamo_elastic.coordinator.missing import Missing
 from dynamo_elastic.coordinator.observe import Observer
 from dynamo_elastic.coordinator.records import (
     Keys,
@@ -110,6 +111,8 @@ class _Term:
             self._fenced, self._keys, self._config, deployment.observer, deployment.now
         )
         self._retries = _Retries()
+        self._clock = asyncio.get_running_loop().time
+        self._missing = Missing(self._clock)
         self._waiting_for = ""
 
     async def lead(self) -> None:
@@ -125,6 +128,8 @@ class _Term:
                 capacity = capacity_of(status, self._shape, self._config, self._now())
                 if capacity != status.capacity:
                     await self._show(self._keys.capacity, encode(capacity), status)
+                in_force = status.in_force.worker_ids if status.in_force else ()
+                self._missing.look(in_force, status.members)
                 action = self._held_back(decide(status, self._shape, self._config, self._now()))
                 if isinstance(action, Idle):
                     await self._say(action.reason, status)
@@ -136,9 +141,14 @@ class _Term:
                 await self._operate(action.request, status)
 
     def _held_back(self, action: Action) -> Action:
-        """`action`, or a pause before it if it has failed just now."""
+        """`action`, or a pause before it if it has failed just now, or if somebody who is missing
+        may come back."""
         if not isinstance(action, Operate):
             return action
+        until_s = self._missing.until_s()
+        if until_s is not None:
+            reason = f"{self._missing}: its lease ran out; it may come back"
+            return Idle(reason, self._now() + until_s - self._clock())
         pause_s = self._retries.pause_s(action.request)
         if not pause_s:
             return action
