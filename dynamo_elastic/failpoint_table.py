@@ -216,16 +216,16 @@ HOLDS: dict[tuple[Actor, Stage], Holds] = {
         _LEADER_LATE,
     ),
     (Actor.SHELL, Stage.IDLE): Holds(
-        "a new shell claims the slot when the lease is out, and ends the engine of the one before; "
-        "its rank is evicted and replaced; the frontend sends its streams on",
-        "its rank is missing; back within 3 s of its lease's end it goes on as if nothing had been, "
-        "else it is evicted, and gives its engine up when it wakes",
+        "a new shell claims the slot when the lease is out, and ends the engine of the one "
+        "before; its rank is evicted and replaced; the frontend sends its streams on",
+        "back within 3 s of its lease's end it goes on as if nothing had been, else it is "
+        "evicted, and gives its engine up when it wakes",
         "tried again after 0.5 s, until it is done",
         _LATER,
     ),
     (Actor.SHELL, Stage.BEFORE): Holds(
-        "the operation aborts when the lease is out, and is tried again; a retained rank is evicted "
-        "and replaced",
+        "the operation aborts when the lease is out, and is tried again; a retained rank is "
+        "evicted and replaced",
         _NO_ANSWER,
         "it answers so; the operation aborts at once, and is tried again",
         _STEP_LATE,
