@@ -6,9 +6,11 @@ The users and roles are those of docs/security.md, made by its own commands.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shlex
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -20,6 +22,7 @@ import pytest
 from etcd3 import etcdrpc as rpc
 from etcd3.etcdrpc import auth_pb2
 
+from dynamo_elastic.config import parse_config
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.etcd_access import EtcdAccess
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
@@ -27,12 +30,14 @@ from dynamo_elastic.coordinator.records import Keys
 from dynamo_elastic.coordinator.session import Session
 from dynamo_elastic.coordinator.store import DeletePrefix, Guard, Put
 from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
+from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.errors import ConfigError, StoreRefused
 from dynamo_elastic.phases import Phase
 from dynamo_elastic.testing.certificates import Authority, Pair
 from dynamo_elastic.testing.coordination import CONFIG, SHAPE, World
-from dynamo_elastic.testing.etcd_process import EtcdProcess, etcd_missing, etcd_process
+from dynamo_elastic.testing.etcd_process import EtcdProcess, etcd_missing, etcd_process, free_port
 from dynamo_elastic.testing.participants import FakeShell, running
+from dynamo_elastic.testing.served import served
 
 pytestmark = pytest.mark.etcd
 
@@ -310,3 +315,45 @@ def test_a_whole_scale_operation_with_the_roles_of_the_page(site: Site) -> None:
             await store.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@pytest.mark.dynamo
+def test_a_whole_deployment_on_it(site: Site, tmp_path: Path) -> None:
+    """Dynamo's frontend and instances, too: its runtime goes by the certificate alone."""
+    access = site.access("serve")
+    write_model(tmp_path / "model")
+    config = parse_config(
+        {
+            "deployment": KEYS.deployment,
+            "namespace": "dynamo-moe",
+            "model": {"path": str(tmp_path / "model"), "name": "test"},
+            "engine": {"slots_per_rank": 16},
+            "scale": {"initial_ranks": 1, "max_ranks": 2},
+            "snapshot": {"enabled": False},
+            "etcd": {"start": False, "endpoints": [site.etcd.url], **access.to_json()},
+            "frontend": {"port": free_port()},
+            "planner": {"enabled": False},
+            "run_dir": str(tmp_path / "run"),
+        }
+    )
+    with served(config, tmp_path) as deployment:
+        grown = deployment.cli("scale", "2")
+        assert grown.returncode == 0, grown.stderr
+        assert deployment.status().width == 2
+        request = urllib.request.Request(
+            f"{deployment.url}/v1/completions",
+            json.dumps({"model": "test", "prompt": "jam fam", "max_tokens": 4}).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            assert json.load(response)["choices"][0]["text"]
+
+        stranger = config.model_copy(
+            update={"etcd": config.etcd.model_copy(update={"cert_file": None, "key_file": None})}
+        )
+        deployment.file.write_text(stranger.model_dump_json())
+        refused = deployment.cli("status")
+        assert refused.returncode == 1
+        assert "wants a client certificate" in refused.stderr
