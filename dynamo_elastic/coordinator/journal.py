@@ -102,9 +102,12 @@ class Journal:
 
         Raises GuardFailed if the topology is not the one that the plan was made from.
         """
-        topology = Put(self._keys.topology, encode(record.plan.after))
-        guard = Guard(self._keys.topology, record.topology_revision)
-        await self._write(record, [topology], guard)
+        after = record.plan.after
+        ops = [
+            Put(self._keys.topology, encode(after)),
+            Put(self._keys.decided, encode(int(after.epoch))),
+        ]
+        await self._write(record, ops, Guard(self._keys.topology, record.topology_revision))
         self._topology_revision = self._revision
 
     async def close(self, record: OperationRecord) -> None:
@@ -156,9 +159,9 @@ class Journal:
         return stored.mod_revision if same else None
 
     async def _stale_endpoints(self, in_force: Epoch) -> list[Op]:
-        keep = self._keys.endpoints(in_force)
         stored = await self._fenced.store.get_prefix(self._keys.all_endpoints)
-        return [Delete(v.key) for v in stored if not v.key.startswith(keep)]
+        epochs = {v.key.rpartition("/")[0] + "/" for v in stored}
+        return [DeletePrefix(e) for e in sorted(epochs - {self._keys.endpoints(in_force)})]
 
     def _placement(self, record: OperationRecord, in_force: Topology) -> list[Op]:
         """The write of the placement that was reached, if experts have moved."""

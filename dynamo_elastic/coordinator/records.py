@@ -5,6 +5,7 @@
   leader                the coordinator in charge (lease); its create revision is the token
   controller            the Kubernetes controller in charge (lease)
   topology              Topology in force
+  decided               its epoch: small, for all who must know at once
   operation             OperationRecord of the one operation under way; absent when idle
   last                  OperationRecord of the newest finished operation
   epoch                 the highest epoch ever used
@@ -78,6 +79,10 @@ class Keys:
     @property
     def topology(self) -> str:
         return f"{self.prefix}topology"
+
+    @property
+    def decided(self) -> str:
+        return f"{self.prefix}decided"
 
     @property
     def operation(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import TypeVar
 
 from dynamo_elastic.coordinator.records import (
@@ -24,6 +25,10 @@ from dynamo_elastic.topology import Topology
 from dynamo_elastic.types import WorkerId
 
 T = TypeVar("T")
+
+# A status is read after every change, and of a thousand records one has changed.
+_member = lru_cache(maxsize=16_384)(partial(decode, MemberRecord))
+_large = lru_cache(maxsize=16)(decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +144,10 @@ def status_of(stored: Iterable[Versioned], keys: Keys) -> Status:
     by_key = {v.key: v for v in stored}
 
     def read(kind: type[T], key: str) -> T | None:
-        return decode(kind, by_key[key].value) if key in by_key else None
+        found: T | None = _large(kind, by_key[key].value) if key in by_key else None
+        return found
 
-    members = [
-        decode(MemberRecord, v.value) for k, v in by_key.items() if k.startswith(keys.members)
-    ]
+    members = [_member(v.value) for k, v in by_key.items() if k.startswith(keys.members)]
     warnings = {
         k.removeprefix(keys.warnings): decode(WarningRecord, v.value)
         for k, v in by_key.items()

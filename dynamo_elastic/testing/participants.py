@@ -222,9 +222,8 @@ class FakeShell:
         return topology.members[rank].experts if topology and rank is not None else ()
 
     async def _switch(self, command: CommandRecord) -> dict[str, Any]:
-        stored = await self._store.get(self._keys.topology)
-        decided = decode(Topology, stored.value) if stored else None
-        if decided is None or decided.epoch != command.epoch:
+        stored = await self._store.get(self._keys.decided)
+        if stored is None or decode(int, stored.value) != command.epoch:
             raise ElasticError("told to switch without a durable decision")
         if self.in_force is None or self.in_force.epoch != command.epoch:
             self.in_force = self.routing = self.pending

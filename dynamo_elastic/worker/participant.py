@@ -73,6 +73,7 @@ class Participant:
         self._registrar_lock = asyncio.Lock()
         self._seated = False  # a topology in force has had this engine
         self._frozen = False  # as far as we know
+        self._opened: Epoch | None = None  # the newest epoch that this engine has a place in
         self._card: dict[str, str] | None = None  # what Dynamo was told; None while unregistered
         self._steps: dict[Step, Callable[[CommandRecord], Awaitable[Payload]]] = {
             Step.FREEZE: self.freeze,
@@ -141,6 +142,7 @@ class Participant:
         topology = _topology(command)
         rank = self._rank(topology)
         endpoint = await self._attached().open_epoch(topology.epoch, rank, topology.world_size)
+        self._opened = topology.epoch
         record = EndpointRecord(self._parts.worker_id, self._incarnation, topology.epoch, endpoint)
         await self._presence.put_endpoint(topology.epoch, record)
         return {}
@@ -192,10 +194,11 @@ class Participant:
         """The first step of the new group was right; or the engine has seen the decision, and
         waits for others that have not. Raises EngineError without a decision."""
         engine, epoch = self._attached(), _topology(command).epoch
-        in_force = await self._in_force()
-        if in_force.epoch != epoch:
-            raise EngineError(f"epoch {epoch} is not decided: {in_force.epoch} is in force")
-        await self.decided(in_force)
+        stored = await self._parts.store.get(self._parts.keys.decided)
+        in_force = decode(int, stored.value) if stored is not None else 0
+        if in_force != epoch:
+            raise EngineError(f"epoch {epoch} is not decided: {in_force} is in force")
+        await engine.decide(epoch)
         try:
             report = await engine.wait_switched(epoch, timeout_s=command.deadline_s * _SWITCH_SHARE)
         except EngineGone:
@@ -241,16 +244,16 @@ class Participant:
         elif self._slot.engine is not None and not self._lost:
             await self._slot.engine.abort_epoch(epoch)
             if self._presence.state is MemberState.LEAVING:
-                await self._stay(await self._in_force())
+                await self._stay(await self.in_force())
             await self.thaw()
         await self._presence.drop_endpoint()
         return {}
 
-    async def decided(self, topology: Topology) -> None:
-        """`topology` is in force: a member's engine may switch to its epoch. Raises EngineError."""
+    async def decided(self, epoch: Epoch) -> None:
+        """`epoch` is in force: an engine that has opened it may switch. Raises EngineError."""
         failpoint("worker.decided")
-        if self._slot.engine is not None and topology.rank_of(self._parts.worker_id) is not None:
-            await self._slot.engine.decide(topology.epoch)
+        if self._slot.engine is not None and self._opened == epoch:
+            await self._slot.engine.decide(epoch)
 
     async def follow(self, topology: Topology) -> None:
         """Give up the engine if `topology`, which is in force, has no place for it any more.
@@ -296,7 +299,7 @@ class Participant:
         rank, it evicts it.
         """
         failpoint("worker.resumes")
-        topology = await self._in_force()
+        topology = await self.in_force()
         if not self._placed(topology):
             await self._release()
         elif self._lost:
@@ -315,7 +318,7 @@ class Participant:
         last = await self._parts.store.get(self._parts.keys.last)
         if last is not None and decode(OperationRecord, last.value).served is not None:
             return  # its decision was withdrawn: the operation that supersedes it says what to do
-        topology = await self._in_force()
+        topology = await self.in_force()
         state, placed = self._presence.state, self._placed(topology)
         if state in (MemberState.JOINING, MemberState.LEAVING) and not placed:
             await self._release()
@@ -408,7 +411,8 @@ class Participant:
         await self._register(topology)
         await self._presence.move(MemberState.SERVING)
 
-    async def _in_force(self) -> Topology:
+    async def in_force(self) -> Topology:
+        """The topology that is stored. Raises StoreError."""
         stored = await self._parts.store.get(self._parts.keys.topology)
         return Topology(Epoch(0)) if stored is None else decode(Topology, stored.value)
 
@@ -436,6 +440,7 @@ class Participant:
         await self.suspend()
         reason = await self._slot.end(park_s=park_s)
         self._seated = self._frozen = False
+        self._opened = None
         await self._presence.drop_endpoint()
         await self._presence.move(MemberState.STANDBY)
         return reason

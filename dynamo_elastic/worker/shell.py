@@ -28,8 +28,7 @@ from dynamo_elastic.errors import (
     StoreError,
 )
 from dynamo_elastic.logs import change_log_fields, log_fields
-from dynamo_elastic.topology import Topology
-from dynamo_elastic.types import FencingToken, WorkerId
+from dynamo_elastic.types import Epoch, FencingToken, WorkerId
 from dynamo_elastic.worker.base import ShellParts
 from dynamo_elastic.worker.participant import Participant
 from dynamo_elastic.worker.presence import Presence
@@ -208,26 +207,27 @@ class Shell:
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
         """Tell the engine of decisions, and leave when the topology has no place for it."""
         settling: asyncio.Task[None] | None = None
-        async for raw in values_of(self._parts.store, self._parts.keys.topology):
+        async for raw in values_of(self._parts.store, self._parts.keys.decided):
             if settling is not None:
                 settling.cancel()
                 await asyncio.gather(settling, return_exceptions=True)
             if raw is not None:
-                settling = tasks.create_task(self._settle(decode(Topology, raw)))
+                settling = tasks.create_task(self._settle(Epoch(decode(int, raw))))
 
-    async def _settle(self, topology: Topology) -> None:
+    async def _settle(self, epoch: Epoch) -> None:
         try:
             # Not in turn with the steps: one of them may be waiting for this.
-            await self._participant.decided(topology)
+            await self._participant.decided(epoch)
         except EngineError as exc:
-            log.warning("the engine does not take epoch %d: %s", topology.epoch, exc)
+            log.warning("the engine does not take epoch %d: %s", epoch, exc)
         while True:
             try:
+                topology = await self._participant.in_force()
                 async with self._one_at_a_time:
                     await self._participant.follow(topology)
                 return await self._participant.refresh(topology)
             except (EngineError, StoreError, RegistrationFailed) as exc:
-                log.warning("epoch %d is not followed yet: %s", topology.epoch, exc)
+                log.warning("epoch %d is not followed yet: %s", epoch, exc)
                 await asyncio.sleep(_RETRY_S)
 
     async def _report(self) -> None:

@@ -167,7 +167,8 @@ class Bench:
             assert ack.status is AckStatus.DONE, ack.reason
 
     async def commit(self, topology: Topology) -> None:
-        await self.store.txn([], [Put(KEYS.topology, encode(topology))])
+        decided = Put(KEYS.decided, encode(int(topology.epoch)))
+        await self.store.txn([], [Put(KEYS.topology, encode(topology)), decided])
 
     async def peer_opens(self) -> None:
         key = KEYS.endpoint(Epoch(1), OTHER)

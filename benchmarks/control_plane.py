@@ -1,0 +1,335 @@
+"""Many fake ranks against a real etcd and the real coordinator, all on this machine.
+
+Each rank has its own connection, lease, member record and watches, and answers every command at
+once: what is measured is the control plane alone. Boots all ranks in one operation, then takes
+`--step` of them out and in again, `--cycles` times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from provenance import write_result
+
+from dynamo_elastic.coordinator.etcd import EtcdStore
+from dynamo_elastic.coordinator.records import Keys, OperationRecord, OutcomeStatus
+from dynamo_elastic.coordinator.status import read_status
+from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
+from dynamo_elastic.coordinator.timeline import TIMELINE_FILE
+from dynamo_elastic.testing.etcd_process import EtcdProcess, etcd_process
+
+NUM_EXPERTS = 256
+SLOTS_PER_RANK = 8
+LEASE_TTL_S = 15
+TIMEOUT_S = 240.0
+PROCESSES = 2
+DEPLOYMENT = "load"
+_METRICS = {
+    "db_bytes": "etcd_mvcc_db_total_size_in_bytes",
+    "watchers": "etcd_debugging_mvcc_watcher_total",
+    "events": "etcd_debugging_mvcc_events_total",
+    "sent_bytes": "etcd_network_client_grpc_sent_bytes_total",
+    "slow_watchers": "etcd_debugging_mvcc_slow_watcher_total",
+    "cpu_s": "process_cpu_seconds_total",
+    "rss_bytes": "process_resident_memory_bytes",
+}
+
+
+class Broken(Exception):
+    """The control plane did not do what was asked; says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    ranks: int
+    cycles: int
+    step: int
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one run has seen."""
+
+    admission_s: float = 0.0
+    registered_s: float = 0.0
+    operations: list[OperationRecord] = field(default_factory=list)
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    keys: int = 0
+    heard: dict[int, list[float]] = field(default_factory=dict)
+    decided: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Epoch -> when its transaction was sent and answered (wall clock)."""
+
+
+def etcd_metrics(url: str) -> dict[str, float]:
+    """What etcd says of itself."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(values[metric]) for name, metric in _METRICS.items() if metric in values}
+
+
+def write_config(directory: Path, url: str, setting: Setting) -> Path:
+    settings = {
+        "deployment": DEPLOYMENT,
+        "model": {"path": "model", "name": "m"},
+        "engine": {"slots_per_rank": SLOTS_PER_RANK},
+        "scale": {
+            "initial_ranks": setting.ranks,
+            "max_ranks": setting.ranks,
+            "lease_ttl_s": LEASE_TTL_S,
+            "step_timeout_s": 60,
+        },
+        "etcd": {"start": False, "endpoints": [url]},
+        "run_dir": str(directory),
+    }
+    path = directory / "coordinator.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@asynccontextmanager
+async def coordinator(config: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    argv = ["-m", "dynamo_elastic.coordinator", f"--elastic-config={config}"]
+    with config.with_suffix(".log").open("ab") as log:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, *argv, f"--num-experts={NUM_EXPERTS}"),
+            env=os.environ | {"PYTHONSAFEPATH": "1"},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            child.terminate()
+            await child.wait()
+
+
+class RankProcess:
+    """One process of fake ranks."""
+
+    def __init__(self, child: asyncio.subprocess.Process) -> None:
+        self._child = child
+
+    @classmethod
+    async def start(cls, url: str, first: int, count: int, log: Path) -> RankProcess:
+        script = Path(__file__).with_name("control_plane_ranks.py")
+        options = {"etcd": url, "deployment": DEPLOYMENT, "ttl-s": LEASE_TTL_S}
+        argv = [f"--{k}={v}" for k, v in (options | {"first": first, "count": count}).items()]
+        with log.open("ab") as errors:
+            child = await asyncio.create_subprocess_exec(
+                *(sys.executable, str(script), *argv),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                limit=1 << 26,
+            )
+        return cls(child)
+
+    async def says(self) -> str:
+        """Its next line. Raises Broken if it has ended."""
+        assert_pipe = self._child.stdout
+        line = await assert_pipe.readline() if assert_pipe is not None else b""
+        if not line:
+            raise Broken("a process of ranks has ended")
+        return line.decode().strip()
+
+    def tell(self) -> None:
+        if self._child.stdin is not None:
+            self._child.stdin.write(b"\n")
+
+    async def stop(self) -> dict[int, list[float]]:
+        """End it; when its ranks heard of each decision."""
+        self.tell()
+        heard = json.loads(await self.says())
+        await self._child.wait()
+        return {int(epoch): times for epoch, times in heard.items()}
+
+    def kill(self) -> None:
+        if self._child.returncode is None:
+            self._child.kill()
+
+
+@asynccontextmanager
+async def rank_processes(url: str, ranks: int, directory: Path) -> AsyncIterator[list[RankProcess]]:
+    shares = [ranks // PROCESSES + (i < ranks % PROCESSES) for i in range(PROCESSES)]
+    processes: list[RankProcess] = []
+    try:
+        for i, count in enumerate(shares):
+            log = directory / f"ranks{i}.log"
+            processes.append(await RankProcess.start(url, sum(shares[:i]), count, log))
+        for process in processes:
+            await process.says()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+
+
+async def scale_to(store: EtcdStore, keys: Keys, ranks: int) -> OperationRecord:
+    request_id = await request_scale(store, keys, ranks, "benchmark")
+    outcome = await wait_outcome(store, keys, request_id, timeout_s=TIMEOUT_S)
+    last = (await read_status(store, keys)).last
+    if outcome.status is not OutcomeStatus.REACHED or last is None:
+        raise Broken(f"{ranks} ranks: {outcome.status}: {outcome.reason}")
+    return last
+
+
+async def booted(store: EtcdStore, keys: Keys, ranks: int) -> OperationRecord:
+    """The finished operation that booted all ranks."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        status = await read_status(store, keys)
+        if status.last is not None and status.operation is None:
+            if status.width == ranks:
+                return status.last
+            raise Broken(f"the boot of {ranks} ranks: {status.last.failure}")
+        if time.monotonic() > deadline_s:
+            raise Broken(f"no boot of {ranks} ranks in {TIMEOUT_S:g} s: {status.notice}")
+        await asyncio.sleep(0.25)
+
+
+async def measure(setting: Setting, etcd: EtcdProcess, directory: Path) -> Seen:
+    """One run; raises Broken if the control plane could not."""
+    seen, keys, store = Seen(), Keys(DEPLOYMENT), EtcdStore([etcd.url], timeout_s=30.0)
+    try:
+        async with (
+            coordinator(write_config(directory, etcd.url, setting)),
+            rank_processes(etcd.url, setting.ranks, directory) as processes,
+        ):
+            await asyncio.sleep(1.0)
+            began_s = time.time()
+            for process in processes:
+                process.tell()
+            for process in processes:
+                await process.says()
+            seen.registered_s = time.time() - began_s
+            boot = await booted(store, keys, setting.ranks)
+            seen.admission_s = boot.opened_at_s - began_s
+            seen.operations.append(boot)
+            seen.before = etcd_metrics(etcd.url)
+            for _ in range(setting.cycles):
+                for ranks in (setting.ranks - setting.step, setting.ranks):
+                    seen.operations.append(await scale_to(store, keys, ranks))
+            seen.after = etcd_metrics(etcd.url)
+            seen.keys = len(await store.get_prefix(keys.prefix))
+            for heard in [await process.stop() for process in processes]:
+                for epoch, times in heard.items():
+                    seen.heard.setdefault(epoch, []).extend(times)
+            seen.decided = decisions(directory)
+            return seen
+    finally:
+        await store.close()
+
+
+def decisions(directory: Path) -> dict[int, tuple[float, float]]:
+    """Epoch -> when the commit's transaction was sent and answered, from the timeline."""
+    path = next(directory.rglob(TIMELINE_FILE))
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return {
+        e["epoch"]: (e["ts"] - e["elapsed_s"], e["ts"]) for e in events if e["event"] == "decided"
+    }
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The smallest value that `share` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def summary(setting: Setting, seen: Seen) -> dict[str, Any]:
+    """A run in numbers."""
+    commits_ms = [1e3 * (answered - sent) for sent, answered in seen.decided.values()]
+    delays_ms = [
+        1e3 * (at - seen.decided[epoch][0])
+        for epoch, times in seen.heard.items()
+        if epoch in seen.decided
+        for at in times
+    ]
+    operations = len(seen.operations) - 1
+    grown = {k: seen.after[k] - seen.before[k] for k in seen.before}
+    return {
+        "ranks": setting.ranks,
+        "admission_s": round(seen.admission_s, 3),
+        "registered_s": round(seen.registered_s, 3),
+        "boot_s": round(seen.operations[0].elapsed_s, 3),
+        "operations": operations,
+        "operation_p50_s": round(statistics.median(o.elapsed_s for o in seen.operations[1:]), 3),
+        "commits": len(commits_ms),
+        "commit_p50_ms": round(statistics.median(commits_ms), 1),
+        "commit_p99_ms": round(percentile(commits_ms, 0.99), 1),
+        "deliveries": len(delays_ms),
+        "watch_p50_ms": round(statistics.median(delays_ms), 1),
+        "watch_p99_ms": round(percentile(delays_ms, 0.99), 1),
+        "keys": seen.keys,
+        "watchers": int(seen.after["watchers"]),
+        "events_per_operation": int(grown["events"] / operations),
+        "sent_bytes_per_operation": int(grown["sent_bytes"] / operations),
+        "etcd_cpu_s_per_operation": round(grown["cpu_s"] / operations, 3),
+        "db_bytes": int(seen.after["db_bytes"]),
+        "db_bytes_per_operation": int(grown["db_bytes"] / operations),
+        "etcd_rss_bytes": int(seen.after["rss_bytes"]),
+    }
+
+
+def phases_s(operations: Sequence[OperationRecord]) -> list[dict[str, float]]:
+    """Seconds of every phase of every operation."""
+    return [{p.phase: round(p.elapsed_s, 4) for p in op.phases} for op in operations]
+
+
+async def rung(setting: Setting) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """One run on a fresh etcd. Raises Broken, with what the coordinator said last."""
+    with tempfile.TemporaryDirectory() as name, etcd_process(Path(name) / "etcd") as etcd:
+        directory = Path(name)
+        try:
+            seen = await measure(setting, etcd, directory)
+        except Exception as exc:
+            told = (directory / "coordinator.log").read_text().splitlines()[-3:]
+            raise Broken(f"{exc}; the coordinator: {' | '.join(told)}"[:2000]) from exc
+        return summary(setting, seen), phases_s(seen.operations)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1000])
+    parser.add_argument("--cycles", type=int, default=10)
+    parser.add_argument("--step", type=int, default=8)
+    parser.add_argument("--no-result", action="store_true", help="print only")
+    args = parser.parse_args()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    rungs, phases, breaks = [], {}, None
+    for ranks in args.ranks:
+        try:
+            told, phases[ranks] = asyncio.run(rung(Setting(ranks, args.cycles, args.step)))
+        except Broken as exc:
+            breaks = {"ranks": ranks, "what": str(exc)}
+            print(json.dumps(breaks, indent=1))
+            break
+        rungs.append(told)
+        print(json.dumps(told, indent=1), json.dumps(phases[ranks][0]), phases[ranks][-2:])
+    if rungs and not args.no_result:
+        metrics = rungs[0] | {"largest_ranks": rungs[-1]["ranks"]}
+        detail = {"rungs": rungs, "breaks": breaks, "phases_s": phases}
+        print(write_result("control_plane", metrics, detail))
+    return 0 if rungs else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

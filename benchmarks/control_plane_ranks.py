@@ -1,0 +1,74 @@
+"""Some of the fake ranks of control_plane.py, in one process: each with its own connection to etcd,
+lease, member record, watch of its commands and watch of the decision.
+
+Registers when a line comes on stdin, runs until stdin ends, then prints when each rank heard of
+each decision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+from dynamo_elastic.coordinator.etcd import EtcdStore
+from dynamo_elastic.coordinator.records import Keys, decode
+from dynamo_elastic.testing.participants import FakeShell
+from dynamo_elastic.worker.shell import values_of
+
+Heard = dict[int, list[float]]
+"""Epoch -> when each rank heard that it is decided (wall clock, seconds)."""
+
+
+async def listen(store: EtcdStore, keys: Keys, heard: Heard) -> None:
+    """Note each decision when it comes."""
+    async for raw in values_of(store, keys.decided):
+        if raw is not None:
+            heard[decode(int, raw)].append(time.time())
+
+
+async def stdin_line() -> str:
+    return await asyncio.to_thread(sys.stdin.readline)
+
+
+async def serve(url: str, keys: Keys, slots: Sequence[int], ttl_s: int) -> Heard:
+    stores = [EtcdStore([url], timeout_s=30.0) for _ in slots]
+    shells = [
+        FakeShell(store, keys, slot, ttl_s=ttl_s) for store, slot in zip(stores, slots, strict=True)
+    ]
+    heard: Heard = defaultdict(list)
+    print("here", flush=True)
+    await stdin_line()
+    tasks = [asyncio.create_task(shell.run()) for shell in shells]
+    while not all(shell.alive for shell in shells):
+        await asyncio.sleep(0.01)
+    tasks += [asyncio.create_task(listen(store, keys, heard)) for store in stores]
+    print("registered", flush=True)
+    await stdin_line()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for store in stores:
+        await store.close()
+    return heard
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--etcd", required=True)
+    parser.add_argument("--deployment", required=True)
+    parser.add_argument("--first", type=int, required=True)
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--ttl-s", type=int, required=True)
+    args = parser.parse_args()
+    slots = range(args.first, args.first + args.count)
+    heard = asyncio.run(serve(args.etcd, Keys(args.deployment), slots, args.ttl_s))
+    print(json.dumps(heard), flush=True)
+
+
+if __name__ == "__main__":
+    main()
