@@ -102,12 +102,14 @@ class Output:
 @dataclass(frozen=True, slots=True)
 class PushReport:
     """What a source wrote. `digests` are of its own copy: worker -> region -> digest. `probe` is
-    what check() of a rank with the same dense weights returns; '' if they were not pushed."""
+    what check() of a rank with the same dense weights returns; '' if they were not pushed. `links`
+    is how many of the bytes went to which worker."""
 
     size_bytes: int
     elapsed_s: float
     digests: dict[WorkerId, dict[str, str]] = field(default_factory=dict)
     probe: str = ""
+    links: dict[WorkerId, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

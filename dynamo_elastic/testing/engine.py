@@ -170,7 +170,8 @@ class FakeEngine:
     ) -> PushReport:
         await self._enter("push_dense")
         self._refuse_old(epoch)
-        return PushReport(1, 0.001, dict.fromkeys(joiners, DENSE_DIGESTS), PROBE)
+        sent = dict.fromkeys(joiners, DENSE_DIGESTS)
+        return PushReport(1, 0.001, sent, PROBE, links=dict.fromkeys(joiners, 1))
 
     async def push_experts(
         self, epoch: Epoch, worker_id: WorkerId, moves: Sequence[ExpertMove]
@@ -182,7 +183,7 @@ class FakeEngine:
             if move.from_worker == worker_id:
                 region = f"slot{move.to_slot}/all"
                 digests.setdefault(move.to_worker, {})[region] = f"e{move.expert}"
-        return PushReport(len(digests), 0.001, digests)
+        return PushReport(len(digests), 0.001, digests, links=dict.fromkeys(digests, 1))
 
     async def check(self, digests: dict[str, str]) -> dict[str, Any]:
         await self._enter("check")
