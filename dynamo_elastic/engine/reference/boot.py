@@ -13,12 +13,13 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dynamo_elastic import __version__
 from dynamo_elastic.engine.base import ATTACH_FILE, DETACHED_FILE
 from dynamo_elastic.engine.launch import EngineSettings
 from dynamo_elastic.engine.reference.device import Device, make_device
@@ -34,7 +35,7 @@ from dynamo_elastic.memory.base import ArenaLike
 ATTACH_POLL_S = 0.01
 
 _PATTERN_FLOATS = 1 << 16
-_VERSIONED = ("torch", "numpy", "nixl-cu13", "safetensors", "aiohttp", "dynamo-elastic")
+_VERSIONED = ("torch", "numpy", "nixl-cu13", "safetensors", "aiohttp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,21 +133,37 @@ def detach(engine: WarmEngine, parts_s: dict[str, float]) -> None:
     engine.discard()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    redirect(os.devnull, (0, 1, 2))
     report = {
         "pid": os.getpid(),
         "warm_s": sum(parts_s.values()),
         "parts_s": parts_s,
-        "versions": {name: version(name) for name in _VERSIONED},
+        "versions": {name: _version(name) for name in _VERSIONED},
         "arena_bytes": engine.weights.arena.size_bytes + engine.cache.arena.size_bytes,
         "threads": len(os.listdir("/proc/self/task")),
         "probe": engine.probe,
         "cuda": engine.device.held(),
     }
+    # From here on nobody would see what goes wrong.
+    redirect(os.devnull, (0, 1, 2))
     path = engine.settings.control_dir / DETACHED_FILE
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(report))
+    # Last: what fails before it is still told to the log of the boot.
+    redirect(os.devnull, (0, 1, 2))
     partial.replace(path)
+
+
+def versions() -> dict[str, str]:
+    """Of what an engine computes and talks with; of a source tree on the path, too, which has no
+    metadata of an installed distribution."""
+    return {"dynamo-elastic": __version__, **{name: version(name) for name in _VERSIONED}}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # run from its sources
+        return "none"
 
 
 def wait_attach(control_dir: Path) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""An engine that can't detach says why: nothing of its log is let go before all else is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dynamo_elastic import __version__
+from dynamo_elastic.engine.base import DETACHED_FILE
+from dynamo_elastic.engine.reference import boot
+
+
+def warm(control_dir: Path) -> Any:
+    """What detach() asks of a WarmEngine."""
+    return SimpleNamespace(
+        discard=lambda: None,
+        settings=SimpleNamespace(control_dir=control_dir),
+        weights=SimpleNamespace(arena=SimpleNamespace(size_bytes=1)),
+        cache=SimpleNamespace(arena=SimpleNamespace(size_bytes=1)),
+        device=SimpleNamespace(held=dict),
+        probe="probe",
+    )
+
+
+def test_what_fails_is_told_to_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go: list[Sequence[int]] = []
+    monkeypatch.setattr(boot, "redirect", lambda path, files: let_go.append(files))
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(boot, "version", missing)
+        with pytest.raises(PackageNotFoundError):
+            boot.detach(cast(boot.WarmEngine, warm(tmp_path)), {})
+    assert not let_go
+    assert not (tmp_path / DETACHED_FILE).exists()
+    boot.detach(cast(boot.WarmEngine, warm(tmp_path)), {})
+    assert let_go == [(0, 1, 2)]
+    assert (tmp_path / DETACHED_FILE).exists()
+
+
+def test_our_own_version_needs_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boot, "version", lambda name: "1")
+    assert boot.versions()["dynamo-elastic"] == __version__
