@@ -137,14 +137,12 @@ def detach(engine: WarmEngine, parts_s: dict[str, float]) -> None:
         "pid": os.getpid(),
         "warm_s": sum(parts_s.values()),
         "parts_s": parts_s,
-        "versions": {name: _version(name) for name in _VERSIONED},
+        "versions": versions(),
         "arena_bytes": engine.weights.arena.size_bytes + engine.cache.arena.size_bytes,
         "threads": len(os.listdir("/proc/self/task")),
         "probe": engine.probe,
         "cuda": engine.device.held(),
     }
-    # From here on nobody would see what goes wrong.
-    redirect(os.devnull, (0, 1, 2))
     path = engine.settings.control_dir / DETACHED_FILE
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(report))
@@ -154,9 +152,8 @@ def detach(engine: WarmEngine, parts_s: dict[str, float]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of what an engine computes and talks with; of a source tree on the path, too, which has no
-    metadata of an installed distribution."""
-    return {"dynamo-elastic": __version__, **{name: version(name) for name in _VERSIONED}}
+    """Of what an engine computes and talks with."""
+    return {"dynamo-elastic": __version__, **{name: _version(name) for name in _VERSIONED}}
 
 
 def _version(name: str) -> str:

@@ -31,12 +31,12 @@ def test_what_fails_is_told_to_the_log(tmp_path: Path, monkeypatch: pytest.Monke
     let_go: list[Sequence[int]] = []
     monkeypatch.setattr(boot, "redirect", lambda path, files: let_go.append(files))
 
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
+    def fails() -> dict[str, str]:
+        raise OSError("no metadata")
 
     with monkeypatch.context() as patched:
-        patched.setattr(boot, "version", missing)
-        with pytest.raises(PackageNotFoundError):
+        patched.setattr(boot, "versions", fails)
+        with pytest.raises(OSError, match="no metadata"):
             boot.detach(cast(boot.WarmEngine, warm(tmp_path)), {})
     assert not let_go
     assert not (tmp_path / DETACHED_FILE).exists()
@@ -46,5 +46,10 @@ def test_what_fails_is_told_to_the_log(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_our_own_version_needs_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boot, "version", lambda name: "1")
-    assert boot.versions()["dynamo-elastic"] == __version__
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(boot, "version", missing)
+    found = boot.versions()
+    assert found["dynamo-elastic"] == __version__
+    assert found["torch"] != __version__
