@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from dynamo_elastic.engine.base import ATTACH_FILE, DETACHED_FILE, SOCKET_FILE, 
 from dynamo_elastic.engine.base import Request as EngineRequest
 from dynamo_elastic.engine.client import EngineClient
 from dynamo_elastic.engine.launch import engine_argv
+from dynamo_elastic.engine.reference.life import LOGITS
 from dynamo_elastic.engine.shape import ModelShape
 from dynamo_elastic.errors import EngineGone
-from dynamo_elastic.ipc import wait_for_socket
+from dynamo_elastic.ipc import RpcClient, wait_for_socket
 from dynamo_elastic.types import Incarnation, WorkerId
 
 SMALL_SHAPE = ModelShape(
@@ -40,6 +41,7 @@ SMALL_SHAPE = ModelShape(
 """For make_model.write_model(): a step takes a millisecond."""
 
 BOOT_TIMEOUT_S = 60.0
+_LOGITS_TIMEOUT_S = 30.0
 _POLL_S = 0.01
 
 
@@ -59,9 +61,10 @@ def engine_config(model: Path, run_dir: Path, **engine: Any) -> DeploymentConfig
 class AttachedEngine:
     """An engine that has an identity, and what it says; close() it."""
 
-    def __init__(self, worker_id: WorkerId, client: EngineClient) -> None:
+    def __init__(self, worker_id: WorkerId, socket_path: Path) -> None:
         self.worker_id = worker_id
-        self.client = client
+        self.socket_path = socket_path
+        self.client = EngineClient(socket_path)
         self.outputs: dict[str, list[Output]] = {}
         self.token_times: dict[str, list[float]] = {}
         """When the tokens of each request came, in time.monotonic()."""
@@ -99,6 +102,15 @@ class AttachedEngine:
         await self.client.submit(request)
         return await self.finished(request.request_id)
 
+    async def logits(self, prompt: Sequence[int]) -> list[float]:
+        """After `prompt`, of a reference engine: computed in a step of its group."""
+        rpc = RpcClient(self.socket_path)
+        try:
+            answer = await rpc.call(LOGITS, {"prompt": list(prompt)}, timeout_s=_LOGITS_TIMEOUT_S)
+        finally:
+            await rpc.close()
+        return [float(value) for value in answer]
+
     async def close(self) -> None:
         """The engine, which has ended, is not read any more."""
         if self._reader is not None:
@@ -114,7 +126,7 @@ class EngineProcess(AttachedEngine):
     ) -> None:
         """It boots with our environment, and what `environment` has besides."""
         self.control_dir = config.control_dir(slot)
-        super().__init__(WorkerId(f"slot{slot}"), EngineClient(self.control_dir / SOCKET_FILE))
+        super().__init__(WorkerId(f"slot{slot}"), self.control_dir / SOCKET_FILE)
         self.control_dir.mkdir(parents=True, exist_ok=True)
         self._boot_log = self.control_dir / "boot.log"
         with self._boot_log.open("wb") as log:

@@ -167,21 +167,23 @@ class Epochs:
         self._refuse_old(epoch)
         failpoint("engine.before_push")
         chunks: list[Chunk] = []
-        digests: dict[WorkerId, dict[str, str]] = {}
+        copies: list[tuple[WorkerId, str, str]] = []
         for move in (m for m in moves if m.from_worker == worker_id == self._worker_id):
             self._wait_unused(move)
             pairs = self._pairs(self._slot_of(move.expert), move.to_slot)
             chunks += plan_copies(
                 worker_id, move.to_worker, pairs, chunk_bytes=self._own.chunk_bytes
             )
-            sent = self._own.digests(ours.name for ours, _ in pairs)
-            arrived = {theirs.name: sent[ours.name] for ours, theirs in pairs}
-            digests.setdefault(move.to_worker, {}).update(arrived)
+            copies += [(move.to_worker, ours.name, theirs.name) for ours, theirs in pairs]
         report = self._write(chunks)
         return replace(report, digests=digests)
 
     def _write(self, chunks: list[Chunk]) -> PushReport:
         began = time.monotonic()
+        sent = self._own.digests({ours for _, ours, _ in copies})
+        digests: dict[WorkerId, dict[str, str]] = {}
+        for target, ours, theirs in copies:
+            digests.setdefault(target, {})[theirs] = sent[ours]
         size_bytes = self._own.write(chunks)
         links = Counter[WorkerId]()
         for chunk in chunks:
@@ -300,3 +302,8 @@ class Epochs:
         memberships = [m for m in (self._loop.current, self._loop.pending) if m is not None]
         self._own.keep_only({w for m in memberships for w in m.topology.worker_ids})
         self._executor.keep_only([*(m.group for m in memberships), *self._opened.values()])
+        self._in_loop(self._keep_groups)
+
+    def _keep_groups(self) -> None:
+        """In the step loop's thread: peers come and go between two steps."""
+        memberships = [m for m in (self._loop.current, self._loop.pending) if m is not None]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from dynamo_elastic.engine.base import SOCKET_FILE, Attach
 from dynamo_elastic.engine.reference.boot import WarmEngine, prove
@@ -22,7 +24,10 @@ from dynamo_elastic.engine.reference.transfers import Transfers
 from dynamo_elastic.engine.renew import renew
 from dynamo_elastic.engine.rpc import OUTPUTS, handlers, lines
 from dynamo_elastic.failpoints import arm_from_environment, failpoint, set_hook
-from dynamo_elastic.ipc import RpcServer
+from dynamo_elastic.ipc import Handler, RpcServer
+
+LOGITS = "logits"
+"""A call of this engine alone: {"prompt": tokens} -> logits. For tests and benchmarks."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,20 +36,21 @@ def live(engine: WarmEngine, attach: Attach) -> None:
     """Live as `attach` says, until detached: then no thread, socket, group or agent of this life is
     left, and the environment is as before. Raises EngineError if the self-test fails."""
     with _identity(attach):
-        began_s = time.monotonic()
+        times_s = [time.monotonic()]
         engine.populate()
-        failpoint("engine.populated")
+        times_s.append(time.monotonic())
         prove(engine)
+        times_s.append(time.monotonic())
         executor = engine.device.executor(engine.model, engine.cache, engine.local)
-        proven_s = time.monotonic()
+        times_s.append(time.monotonic())
         own = Transfers(engine.weights, engine.device.agent(attach.incarnation, engine.weights))
+        times_s.append(time.monotonic())
         _log.info(
-            "attached as %s: self-test %.0f ms, transfer agent %.0f ms",
+            "attached as %s: memory %.0f ms, self-test %.0f ms, steps %.0f ms, "
+            "transfer agent %.0f ms",
             attach.incarnation,
-            (proven_s - began_s) * 1e3,
-            (time.monotonic() - proven_s) * 1e3,
+            *((after - before) * 1e3 for before, after in itertools.pairwise(times_s)),
         )
-        failpoint("engine.proven")
         _serve(engine, attach, own, executor)
         failpoint("engine.detached")
         _log.info("%s is detached", attach.incarnation)
@@ -73,7 +79,7 @@ def _serve(engine: WarmEngine, attach: Attach, own: Transfers, executor: Executo
     service = ReferenceEngine(attach, loop, epochs, feed)
     server = RpcServer(
         engine.settings.control_dir / SOCKET_FILE,
-        handlers(service),
+        {**handlers(service), LOGITS: _logits_handler(service)},
         {OUTPUTS: lambda _: lines(feed.steps())},
     )
     asyncio.run_coroutine_threadsafe(server.start(), rpc_loop).result()
@@ -85,6 +91,13 @@ def _serve(engine: WarmEngine, attach: Attach, own: Transfers, executor: Executo
     rpc.join()
     rpc_loop.close()
     epochs.close()
+
+
+def _logits_handler(service: ReferenceEngine) -> Handler:
+    async def handle(params: dict[str, Any]) -> list[float]:
+        return await service.logits([int(token) for token in params["prompt"]])
+
+    return handle
 
 
 @contextmanager

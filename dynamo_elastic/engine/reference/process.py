@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
@@ -30,6 +31,8 @@ def run(began_s: float) -> None:
     """Boot detached; wait for an identity and live by it, again and again. The one place that
     catches all errors: whatever goes wrong is one line in the log, and the end of the process."""
     adopt_standard_files()
+    # A library that crashes, the driver's included, would leave no word.
+    faulthandler.enable()
     settings = parse_argv()
     logging.basicConfig(format=_LOG_FORMAT, level=logging.INFO)
     try:

@@ -131,6 +131,21 @@ class ReferenceEngine:
         finally:
             self._feed.drop(request_id)
 
+    async def logits(self, prompt: Sequence[int]) -> list[float]:
+        """After `prompt`, computed in a step of the group in force, to be compared with those of
+        other ranks. Not a call of Engine."""
+        request_id, _ = self._feed.private()
+        request = Request(request_id, tuple(prompt), 1, temperature=0.0)
+        try:
+            asked = await self._in_loop(lambda: self._loop.logits(request))
+            logits = await asyncio.wait_for(asyncio.wrap_future(asked), _CANARY_TIMEOUT_S)
+        except TimeoutError as exc:
+            raise EngineError(f"no logits within {_CANARY_TIMEOUT_S:g} s") from exc
+        finally:
+            self._loop.forget_logits(request_id)
+            self._feed.drop(request_id)
+        return [float(value) for value in logits]
+
     async def freeze(self, frozen: bool) -> None:
         """Nothing to stop: this engine moves no experts of its own accord, only in push_experts().
         The flag shows in status()."""
