@@ -176,14 +176,14 @@ class Epochs:
             )
             copies += [(move.to_worker, ours.name, theirs.name) for ours, theirs in pairs]
         report = self._write(chunks)
-        return replace(report, digests=digests)
-
-    def _write(self, chunks: list[Chunk]) -> PushReport:
-        began = time.monotonic()
         sent = self._own.digests({ours for _, ours, _ in copies})
         digests: dict[WorkerId, dict[str, str]] = {}
         for target, ours, theirs in copies:
             digests.setdefault(target, {})[theirs] = sent[ours]
+        return replace(report, digests=digests)
+
+    def _write(self, chunks: list[Chunk]) -> PushReport:
+        began = time.monotonic()
         size_bytes = self._own.write(chunks)
         links = Counter[WorkerId]()
         for chunk in chunks:
@@ -301,9 +301,9 @@ class Epochs:
     def _forget_strangers(self) -> None:
         memberships = [m for m in (self._loop.current, self._loop.pending) if m is not None]
         self._own.keep_only({w for m in memberships for w in m.topology.worker_ids})
-        self._executor.keep_only([*(m.group for m in memberships), *self._opened.values()])
         self._in_loop(self._keep_groups)
 
     def _keep_groups(self) -> None:
         """In the step loop's thread: peers come and go between two steps."""
         memberships = [m for m in (self._loop.current, self._loop.pending) if m is not None]
+        self._executor.keep_only([*(m.group for m in memberships), *self._opened.values()])

@@ -72,14 +72,14 @@ class StepLoop:
         self._commit = Epoch(0)
         self._round_ended_s = time.monotonic()
         self._over = False
+        self._asked: dict[str, Future[NDArray[np.float32]]] = {}
+        """Who wants to see the logits after a request's prompt, by its id."""
 
     @property
     def state(self) -> EngineState:
         if self.current is not None and (self.current.proven or self.old is not None):
             return EngineState.SERVING
         if self.current is not None or self.pending is not None:
-        self._asked: dict[str, Future[NDArray[np.float32]]] = {}
-        """Who wants to see the logits after a request's prompt, by its id."""
             return EngineState.JOINING
         return EngineState.LEFT if self.old is not None else EngineState.ATTACHED
 
@@ -170,16 +170,16 @@ class StepLoop:
             _log.warning("step discarded: lost ranks %s", sorted(current.group.masked))
             return
         tokens = [_sample(c, result.logits) if c.samples else None for c in batch.chunks]
+        for chunk in (c for c in batch.chunks if c.samples):
+            asked = self._asked.pop(chunk.sequence.request.request_id, None)
+            if asked is not None:
+                asked.set_result(_logits_of(chunk, result.logits))
         self.step += 1
         self._send(self.scheduler.commit(batch, tokens))
         if not current.proven:
             self._prove(current)
 
     def _prove(self, current: Membership) -> None:
-        for chunk in (c for c in batch.chunks if c.samples):
-            asked = self._asked.pop(chunk.sequence.request.request_id, None)
-            if asked is not None:
-                asked.set_result(_logits_of(chunk, result.logits))
         """The first step of a new group was right: the old one is not needed any more."""
         current.proven = True
         now = time.monotonic()
@@ -256,6 +256,16 @@ class StepLoop:
             )
         self.scheduler.submit(request)
 
+    def logits(self, request: Request) -> Future[NDArray[np.float32]]:
+        """As submit_always(); the logits after its prompt, once a step has computed them."""
+        self.submit_always(request)
+        asked = self._asked[request.request_id] = Future[NDArray[np.float32]]()
+        return asked
+
+    def forget_logits(self, request_id: str) -> None:
+        """Nobody waits for them any more."""
+        self._asked.pop(request_id, None)
+
     def end(self, finish: Finish, *, longer_than: int) -> int:
         """End every generation with more than `longer_than` tokens to go; returns how many."""
         outputs = self.scheduler.end(finish, longer_than=longer_than)
@@ -280,16 +290,6 @@ class StepLoop:
         if self.pending is not None:
             raise EngineError(f"epoch {self.pending.epoch} is pending: abort it first")
         self.pending = membership
-    def logits(self, request: Request) -> Future[NDArray[np.float32]]:
-        """As submit_always(); the logits after its prompt, once a step has computed them."""
-        self.submit_always(request)
-        asked = self._asked[request.request_id] = Future[NDArray[np.float32]]()
-        return asked
-
-    def forget_logits(self, request_id: str) -> None:
-        """Nobody waits for them any more."""
-        self._asked.pop(request_id, None)
-
 
     def withdraw(self, epoch: Epoch) -> None:
         """Begin to drop the pending group of `epoch` or older. It is `pending` no longer when that
@@ -334,6 +334,12 @@ class StepLoop:
             self.old = None
 
 
+def _logits_of(chunk: Chunk, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """After the last row of `chunk`; `logits` are those of the whole tile."""
+    last: NDArray[np.float32] = logits[chunk.first + chunk.count - 1]
+    return last
+
+
 def _sample(chunk: Chunk, logits: NDArray[np.float32]) -> int:
     """The token after `chunk`; `logits` are those of the whole tile."""
     request = chunk.sequence.request
@@ -343,9 +349,3 @@ def _sample(chunk: Chunk, logits: NDArray[np.float32]) -> int:
         position=len(chunk.sequence.tokens),
         temperature=request.temperature,
     )
-def _logits_of(chunk: Chunk, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """After the last row of `chunk`; `logits` are those of the whole tile."""
-    last: NDArray[np.float32] = logits[chunk.first + chunk.count - 1]
-    return last
-
-
