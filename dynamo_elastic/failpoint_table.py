@@ -140,7 +140,7 @@ _FIXED: dict[tuple[Actor, Stage], str] = {
         catalog.partials.before_removal""",
     (Actor.IMAGER, Stage.RESTORE): """
         restore.compare restore.verify restore.restore restore.thaw restore.before_thaw
-        restore.thawed restore.page_filled""",
+        restore.before_fill restore.filled restore.thawed""",
     (Actor.IMAGER, Stage.FREEZE): "park.begin cuda.lock cuda.checkpoint park.frozen park.released",
     (Actor.IMAGER, Stage.THAW): "unpark.checked cuda.restore cuda.unlock",
     (Actor.CONTROLLER, Stage.RECONCILE): " ".join(

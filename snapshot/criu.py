@@ -9,15 +9,18 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from dynamo_elastic.errors import ImagerError, PidClash, ResourceMissing, SnapshotError
+from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.snapshot.base import Namespace
 from dynamo_elastic.snapshot.criu_images import PROCESSES, first_number
-from dynamo_elastic.snapshot.process import ProcessRef, kill_tree, namespace_pid
+from dynamo_elastic.snapshot.page_server import PageServer
+from dynamo_elastic.snapshot.process import ProcessRef, kill_tree, namespace_pid, tree_of
 
 MINIMUM = (4, 2)
 PREFIX = Path("/opt/dynamo-elastic/criu")
@@ -27,6 +30,8 @@ INSTALL = "run deploy/criu/install.sh as root"
 _DUMP_LOG, _RESTORE_LOG = "dump.log", "restore.log"
 _PID_FILE = "restored.pid"
 _GHOST_LIMIT = "64M"
+_USERFAULT = "uffd-noncoop"
+"""What CRIU calls the kernel's ability that `--lazy-pages` needs."""
 _LOCKS = "--file-locks"
 """Locks that a process holds on files are taken again for it; without this it is not dumped."""
 _VERSION_TIMEOUT_S = 10.0
@@ -46,12 +51,16 @@ def dump_argv(criu: Path, pid: int, directory: Path) -> list[str]:
     ]
 
 
-def restore_argv(criu: Path, directory: Path, work_dir: Path) -> list[str]:
-    """CRIU ends once the process runs; the process then belongs to the namespace's first."""
+def restore_argv(
+    criu: Path, directory: Path, work_dir: Path, *, page_server: bool = False
+) -> list[str]:
+    """CRIU ends once the process runs; the process then belongs to the namespace's first. With
+    `page_server` it is stopped, and a PageServer has to fill its memory."""
     return [
         *(str(criu), "restore", "--images-dir", str(directory), "--work-dir", str(work_dir)),
         *("--log-file", _RESTORE_LOG, "-v1", "--restore-detached", _LOCKS),
         *("--pidfile", str(work_dir / _PID_FILE)),
+        *(("--lazy-pages", "--leave-stopped") if page_server else ()),
     ]
 
 
@@ -90,11 +99,13 @@ def find_criu(environment: Mapping[str, str]) -> Path:
 
 
 class Criu:
-    """One CRIU executable. Stateless: calls may run side by side."""
+    """One CRIU executable. Stateless: calls may run side by side. `page_server`: whether we fill
+    the memory of what it restores, with many threads; else CRIU does, with one."""
 
-    def __init__(self, path: Path, version: str) -> None:
+    def __init__(self, path: Path, version: str, *, page_server: bool) -> None:
         self._path = path
         self._version = version
+        self.page_server = page_server
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> Criu:
@@ -110,7 +121,8 @@ class Criu:
                 f"CRIU {shown or 'of unknown version'} at {path} is too old, 4.2 is needed",
                 remedy=INSTALL,
             )
-        return cls(path, shown)
+        probe = _run([str(path), "check", "--feature", _USERFAULT], timeout_s=_VERSION_TIMEOUT_S)
+        return cls(path, shown, page_server=probe.returncode == 0)
 
     def version(self) -> str:
         return self._version
@@ -124,17 +136,39 @@ class Criu:
     def restore(
         self, directory: Path, namespace: Namespace, *, work_dir: Path, timeout_s: float
     ) -> ProcessRef:
-        argv = restore_argv(self._path, directory, work_dir)
-        pid_file = work_dir / _PID_FILE
-        pid_file.unlink(missing_ok=True)
+        argv = restore_argv(self._path, directory, work_dir, page_server=self.page_server)
+        restore = self._filled if self.page_server else self._plainly
+        (work_dir / _PID_FILE).unlink(missing_ok=True)
         try:
-            self._inside(namespace, argv, work_dir / _RESTORE_LOG, timeout_s)
+            return restore(argv, directory, namespace, work_dir, timeout_s)
         except PidClash:
             raise
-        except ImagerError:
+        except BaseException:
             _end_halves(directory, namespace)
             raise
-        return namespace.host_process(int(pid_file.read_text()))
+
+    def _plainly(
+        self, argv: list[str], _: Path, namespace: Namespace, work_dir: Path, timeout_s: float
+    ) -> ProcessRef:
+        self._inside(namespace, argv, work_dir / _RESTORE_LOG, timeout_s)
+        return namespace.host_process(int((work_dir / _PID_FILE).read_text()))
+
+    def _filled(
+        self, argv: list[str], images: Path, namespace: Namespace, work_dir: Path, timeout_s: float
+    ) -> ProcessRef:
+        """CRIU makes the mappings, we fill them, and only then it runs."""
+        deadline = time.monotonic() + timeout_s
+        with PageServer(images, work_dir) as pages:
+            try:
+                process = self._plainly(argv, images, namespace, work_dir, timeout_s)
+            except ImagerError:
+                pages.check()
+                raise
+            failpoint("restore.before_fill")
+            pages.fill(timeout_s=deadline - time.monotonic())
+            failpoint("restore.filled")
+        _continue(process)
+        return process
 
     @staticmethod
     def _inside(namespace: Namespace, argv: list[str], log: Path, timeout_s: float) -> None:
@@ -145,6 +179,13 @@ class Criu:
         if done.returncode != 0:
             text = log.read_text(errors="replace") if log.exists() else done.stderr
             raise failure(argv, done.returncode, text)
+
+
+def _continue(process: ProcessRef) -> None:
+    """It runs, and all that it started."""
+    for pid in reversed(tree_of(process.pid)):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def _end_halves(directory: Path, namespace: Namespace) -> None:

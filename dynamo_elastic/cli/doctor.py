@@ -118,6 +118,12 @@ def _host_findings(facts: HostFacts, config: DeploymentConfig | None) -> Iterato
     yield _judged("uid", not_root, "root", _IMAGES)
     yield _judged("pid namespaces", facts.no_namespace, "can be made", _IMAGES)
     yield _judged("CRIU", facts.no_criu, facts.criu, _IMAGES)
+    if facts.page_server:
+        yield Finding("userfaultfd", Verdict.OK, "images are filled by threads", tiers=_IMAGES)
+    elif facts.criu:
+        remedy = "let the agent's container call userfaultfd(2), and use a kernel that has it"
+        found = "not usable: CRIU fills images by itself, several times slower"
+        yield Finding("userfaultfd", Verdict.WARNING, found, remedy, _IMAGES)
     highest = first_pid(slots) + 2 * PIDS_PER_SLOT
     too_few = (
         "" if facts.pid_max > highest else f"{facts.pid_max}: sysctl kernel.pid_max={highest * 4}"

@@ -36,6 +36,8 @@ class HostFacts:
     criu: str
     """Its version; '' without a usable one."""
     no_criu: str
+    page_server: bool
+    """Whether the kernel lets us fill the memory of restored processes."""
     gpus: tuple[GpuInfo, ...]
     no_gpu: str
     """Why GPUs that the kernel has can't be used."""
@@ -59,13 +61,14 @@ def read_facts(config: DeploymentConfig | None) -> HostFacts:
     """This host, for `config` if there is one."""
     catalog = (snapshot_settings(None) if config is None else config.snapshot).catalog
     existing = next(path for path in (catalog, *catalog.absolute().parents) if path.exists())
-    criu, no_criu = _criu()
+    criu, no_criu, page_server = _criu()
     gpus, cuda, modes, no_gpu = _gpus()
     return HostFacts(
         uid=os.geteuid(),
         no_namespace=_no_namespace(),
         criu=criu,
         no_criu=no_criu,
+        page_server=page_server,
         gpus=gpus,
         no_gpu=no_gpu,
         cuda=cuda,
@@ -83,11 +86,12 @@ def read_facts(config: DeploymentConfig | None) -> HostFacts:
     )
 
 
-def _criu() -> tuple[str, str]:
+def _criu() -> tuple[str, str, bool]:
     try:
-        return Criu.find().version(), ""
+        criu = Criu.find()
     except ElasticError as exc:
-        return "", str(exc)
+        return "", str(exc), False
+    return criu.version(), "", criu.page_server
 
 
 def _gpus() -> tuple[tuple[GpuInfo, ...], CudaCapabilities, Mapping[str, GpuModes], str]:

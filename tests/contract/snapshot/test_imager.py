@@ -12,7 +12,7 @@ import pytest
 
 from dynamo_elastic.errors import ImagerError, PidClash
 from dynamo_elastic.snapshot.base import Command, Imager, Namespace
-from dynamo_elastic.snapshot.criu import Criu
+from dynamo_elastic.snapshot.criu import Criu, find_criu
 from dynamo_elastic.snapshot.namespace import PidNamespace, create_namespace
 from dynamo_elastic.snapshot.process import (
     ProcessRef,
@@ -22,7 +22,9 @@ from dynamo_elastic.snapshot.process import (
 )
 from dynamo_elastic.testing.imager import FakeImager, FakeNamespace
 
-REAL = pytest.param("criu", marks=[pytest.mark.root, pytest.mark.criu])
+NEEDS = [pytest.mark.root, pytest.mark.criu]
+REAL = [pytest.param("criu", marks=NEEDS), pytest.param("criu-by-itself", marks=NEEDS)]
+"""With our page server, and without."""
 VICTIM = """
 import os, time
 open({0!r}, "w").close()
@@ -60,7 +62,7 @@ class World:
         return self.imager.restore(image, self.namespace, work_dir=work, timeout_s=20)
 
 
-@pytest.fixture(params=["fake", REAL])
+@pytest.fixture(params=["fake", *REAL])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     namespace: Namespace
     if request.param == "fake":
@@ -68,7 +70,10 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
         yield World(FakeImager(), namespace, None, tmp_path)
     else:
         namespace = create_namespace()
-        yield World(Criu.find(), namespace, 1000, tmp_path)
+        found = Criu.find()
+        criu = Criu(find_criu({}), found.version(), page_server=request.param == "criu")
+        assert found.page_server
+        yield World(criu, namespace, 1000, tmp_path)
     namespace.end(timeout_s=10)
 
 

@@ -194,7 +194,8 @@ def killing(directory: Path, hook: str, victim: str = "$PPID") -> Criu:
     criu.write_text(f'#!/bin/sh\nexec {find_criu({})} "$@" --action-script {script}\n')
     for path in (script, criu):
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return Criu(criu, Criu.find().version())
+    found = Criu.find()
+    return Criu(criu, found.version(), page_server=found.page_server)
 
 
 def test_criu_dies_in_the_middle_of_a_dump(tmp_path: Path, host: FakeGpuHost) -> None:

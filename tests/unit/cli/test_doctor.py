@@ -28,6 +28,7 @@ CPU_HOST = HostFacts(
     no_namespace="",
     criu="4.2.1",
     no_criu="",
+    page_server=True,
     gpus=(),
     no_gpu="",
     cuda=NO_CUDA,
@@ -168,3 +169,8 @@ def test_this_host_can_be_looked_at() -> None:
     assert facts.catalog_free_bytes > 0
     assert facts.no_nixl == ""
     assert findings(facts, None)
+
+
+def test_kernel_without_userfaultfd_is_slower_not_unable() -> None:
+    found = line(replace(CPU_HOST, page_server=False), "userfaultfd")
+    assert (found.verdict, bool(found.remedy)) == (Verdict.WARNING, True)

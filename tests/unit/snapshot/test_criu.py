@@ -100,6 +100,21 @@ def test_new_criu_is_taken(tmp_path: Path) -> None:
     assert Criu.find({criu.OVERRIDE: str(program)}).version() == "4.2"
 
 
+@pytest.mark.root
+@pytest.mark.parametrize("able", [True, False])
+def test_page_server_is_used_where_criu_finds_userfaultfd(tmp_path: Path, able: bool) -> None:
+    program = _program(tmp_path / "criu", "Version: 4.2")
+    with program.open("a") as file:
+        file.write(f'[ "$1" != check ] || exit {0 if able else 1}\n')
+    assert Criu.find({criu.OVERRIDE: str(program)}).page_server is able
+
+
+def test_processes_that_are_filled_from_outside_stay_stopped() -> None:
+    plain = make_restore_argv(Path("/c/criu"), Path("/i"), Path("/w"))
+    filled = make_restore_argv(Path("/c/criu"), Path("/i"), Path("/w"), page_server=True)
+    assert set(filled) - set(plain) == {"--lazy-pages", "--leave-stopped"}
+
+
 def test_without_root_there_is_no_criu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(ResourceMissing, match="needs root"):
