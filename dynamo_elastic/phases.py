@@ -76,6 +76,8 @@ class Who(StrEnum):
 
     RETAINED = "retained"
     JOINERS = "joiners"
+    LOADERS = "loaders"
+    """Joiners that hold experts from the start: in place of ranks that were lost with them."""
     LEAVERS = "leavers"
     """All that leave, lost ones too; in a boot, members of a topology that died."""
     LIVE_LEAVERS = "live_leavers"
@@ -148,8 +150,8 @@ PHASES: dict[Kind, tuple[PhaseSpec, ...]] = {
         _CONNECT,
         PhaseSpec(
             Phase.STREAM,
-            ((Step.STREAM, Who.RETAINED),),
-            "dense and replicated weights pushed by the retained ranks",
+            ((Step.STREAM, Who.RETAINED), (Step.LOAD, Who.LOADERS)),
+            "dense and replicated weights pushed by the retained ranks; lost experts from disk",
         ),
         PhaseSpec(
             Phase.CHECK,

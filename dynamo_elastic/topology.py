@@ -14,6 +14,9 @@ from dynamo_elastic.types import Epoch, Incarnation, Rank, WorkerId
 EMPTY = -1
 """An expert slot that holds no expert."""
 
+DISK = WorkerId("")
+"""The source of an expert that nobody holds any more: the model directory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -136,7 +139,7 @@ def legal_width(wanted: int, shape: EngineShape, limits: ScaleLimits, slots: int
 
 @dataclass(frozen=True, slots=True)
 class ExpertMove:
-    """Copy `expert` from a worker that holds it into slot `to_slot` of another."""
+    """Copy `expert` from a worker that holds it (or DISK) into slot `to_slot` of another."""
 
     expert: int
     from_worker: WorkerId
@@ -162,6 +165,12 @@ class ScalePlan:
     def joiners(self) -> tuple[WorkerId, ...]:
         before = set(self.before.worker_ids)
         return tuple(w for w in self.after.worker_ids if w not in before)
+
+    @property
+    def loaders(self) -> tuple[WorkerId, ...]:
+        """Joiners that hold experts from the start, and read them from disk."""
+        rows = {m.worker_id: m.experts for m in self.after.members}
+        return tuple(w for w in self.joiners if any(e != EMPTY for e in rows[w]))
 
     @property
     def leavers(self) -> tuple[WorkerId, ...]:
@@ -193,7 +202,7 @@ def plan_scale(given: PlanInput) -> ScalePlan:
 
     Ranks in force keep their order; joiners come after them in the order of `candidates`; leavers
     are the lost ones, then `leaving`, then those with the highest ranks. Raises TargetRefused if
-    there are too few candidates, nothing to do, or experts whose only holders are lost.
+    there are too few candidates, or nothing to do.
     """
     before, target = given.before, given.target
     alive = [m for m in before.members if m.worker_id not in given.lost]
@@ -217,14 +226,39 @@ def plan_scale(given: PlanInput) -> ScalePlan:
     if not before.members:
         placed = replace(after, members=place_experts(after.members, given.shape))
         return ScalePlan(Kind.BOOT, before, placed, placed)
-    lost_experts = Topology(given.epoch, tuple(alive)).missing_experts(given.shape.num_experts)
-    if lost_experts:
-        raise TargetRefused(f"experts {list(lost_experts)} are lost with {sorted(given.lost)}")
     settled = replace(after, members=place_experts(after.members, given.shape), placement=1)
     if need:
         return ScalePlan(Kind.UP, before, after, settled)
     settled = replace(settled, placement=0)
     return ScalePlan(Kind.DOWN, before, settled, settled)
+
+
+def plan_replacement(given: PlanInput) -> ScalePlan:
+    """Plan that joiners take the ranks of the lost, of which more are lost than can be spared.
+
+    Those that live keep their order and their experts; the joiners come after them and hold from
+    the start, read from disk, what nobody else holds. Raises TargetRefused if there are too few
+    candidates.
+    """
+    kept = [m for m in given.before.members if m.worker_id not in given.lost]
+    fresh = [w for w in given.candidates if w not in given.before.worker_ids]
+    need = given.target - len(kept)
+    if need > len(fresh):
+        raise TargetRefused(
+            f"{need} ranks are lost and can't be spared, {len(fresh)} slots are free"
+        )
+    missing = Topology(given.epoch, tuple(kept)).missing_experts(given.shape.num_experts)
+    slots = given.shape.slots_per_rank
+    if len(missing) > need * slots:
+        raise TargetRefused(f"{need} joiners have too few slots for {len(missing)} lost experts")
+    rows = [missing[n::need] for n in range(need)]
+    joiners = [
+        Member(worker, Incarnation(""), (*row, *(EMPTY,) * (slots - len(row))))
+        for worker, row in zip(fresh, rows, strict=False)
+    ]
+    after = Topology(given.epoch, (*kept, *joiners))
+    settled = replace(after, members=place_experts(after.members, given.shape), placement=1)
+    return ScalePlan(Kind.UP, given.before, after, settled)
 
 
 def place_experts(members: Sequence[Member], shape: EngineShape) -> tuple[Member, ...]:
@@ -359,8 +393,8 @@ def move_rounds(before: Topology, after: Topology) -> tuple[MoveRound, ...]:
     """Split the way from `before`'s placement to `after`'s into rounds that never break serving.
 
     In every round each expert keeps a holder whose slot is not written. Members of `before` that
-    are not in `after` serve as sources to the end. Raises TargetRefused if an expert has no holder
-    or no order of copies is safe.
+    are not in `after` serve as sources to the end; an expert without a holder comes from DISK.
+    Raises TargetRefused if no order of copies is safe.
     """
     rounds: list[MoveRound] = []
     current = before
@@ -415,9 +449,7 @@ def _safe_round(
         if expert == EMPTY:
             continue
         sources = [w for w in holders.get(expert, ()) if w != worker]
-        if not sources:
-            raise TargetRefused(f"expert {expert} has no holder to copy it from")
-        source = min(sources, key=lambda w: (load[w], w))
+        source = min(sources, key=lambda w: (load[w], w)) if sources else DISK
         load[source] += 1
         moves.append(ExpertMove(expert, source, worker, slot))
         result[worker][slot] = expert

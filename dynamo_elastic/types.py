@@ -22,6 +22,7 @@ FencingToken = NewType("FencingToken", int)
 """Create revision of the leader's key: a newer leader has a larger one."""
 
 NO_INCARNATION = Incarnation("")
+NO_EPOCH = Epoch(0)
 """No engine."""
 
 OperationId = NewType("OperationId", str)

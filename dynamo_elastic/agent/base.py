@@ -89,6 +89,8 @@ class SlotStatus:
     state: SlotState = SlotState.FREE
     held_by: str = ""
     fell_through: tuple[str, ...] = ()
+    socket_path: str = ""
+    """Of the engine that serves."""
     parked_bytes: int = 0
     """Host memory of the parked engine."""
     parked_s: float = 0.0

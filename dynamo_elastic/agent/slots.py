@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from dynamo_elastic.agent.base import SlotState, SlotStatus, StartedEngine, Tier
 from dynamo_elastic.agent.drain import Drain
@@ -17,6 +18,7 @@ from dynamo_elastic.agent.records import EngineRecord, ParkedRecord, clear
 from dynamo_elastic.agent.slot import Slot
 from dynamo_elastic.agent.start import Starter, StartRequest, end_process
 from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.engine.base import SOCKET_FILE
 from dynamo_elastic.errors import ElasticError, EngineError
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.metrics import AgentMetrics
@@ -147,7 +149,12 @@ class Slots:
     def status(self) -> tuple[SlotStatus, ...]:
         """Of every slot. Looks at images: not for the event loop's thread."""
         now_s = time.time()
-        return tuple(s.status(self._images.newest(s.number), now_s) for s in self._slots)
+        said = (s.status(self._images.newest(s.number), now_s) for s in self._slots)
+        return tuple(replace(s, socket_path=self._socket_path(s)) for s in said)
+
+    def _socket_path(self, status: SlotStatus) -> str:
+        serves = status.state is SlotState.SERVING
+        return str(self._config.control_dir(status.slot) / SOCKET_FILE) if serves else ""
 
     def _slot(self, number: int) -> Slot:
         if not 0 <= number < len(self._slots):

@@ -25,6 +25,7 @@ from dynamo_elastic.topology import (
     legal_width,
     move_rounds,
     place_experts,
+    plan_replacement,
     plan_scale,
     refusal,
 )
@@ -184,16 +185,31 @@ def _narrowed(view: View, before: Topology, alive: int, lost: frozenset[WorkerId
 
 
 def _evict(view: View, topology: Topology, lost: frozenset[WorkerId]) -> Action:
-    """Go down to the largest legal width of the living; if there is none, or if experts are lost
-    with the dead, start anew."""
-    try:
-        plan = _narrowed(view, topology, topology.world_size - len(lost), lost)
-    except TargetRefused as exc:
-        anew = _boot(view)
-        names = ", ".join(sorted(lost))
-        return anew if isinstance(anew, Operate) else Idle(f"{names} lost: {exc.reason}")
+    """Go down to the largest legal width of the living; if there is none, free shells take the
+    place of the dead; if there are too few of them, start anew."""
+    alive = topology.world_size - len(lost)
     gone = tuple(w for w in topology.worker_ids if w in lost)
-    return Operate(ScaleRequest(plan, EVICTION_SOURCE, lost=gone))
+    try:
+        plan = _narrowed(view, topology, alive, lost)
+    except TargetRefused as exc:
+        try:
+            plan = _replaced(view, topology, alive, lost)
+        except TargetRefused as also:
+            anew = _boot(view)
+            reason = f"{', '.join(gone)} lost: {exc.reason}; {also.reason}"
+            return anew if isinstance(anew, Operate) else Idle(reason)
+    cold = barred_images(view.suspects)
+    return Operate(ScaleRequest(plan, EVICTION_SOURCE, lost=gone, cold=cold))
+
+
+def _replaced(view: View, topology: Topology, alive: int, lost: frozenset[WorkerId]) -> ScalePlan:
+    """Joiners in place of the lost, for the smallest legal width. Raises TargetRefused."""
+    status = view.status
+    ranks = legal_width(alive, view.shape, view.config.limits, len(status.members))
+    barred = barred_slots(view.suspects)
+    free = tuple(w for w in status.standby() if w not in barred)
+    given = PlanInput(topology, ranks, _next_epoch(status), view.shape, free, lost)
+    return plan_replacement(given)
 
 
 def _follow(view: View, topology: Topology) -> Action:

@@ -35,6 +35,7 @@ from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.phases import Kind, Phase, Step
 from dynamo_elastic.topology import ScalePlan, Topology
 from dynamo_elastic.types import (
+    NO_EPOCH,
     NO_INCARNATION,
     Epoch,
     FencingToken,
@@ -186,6 +187,9 @@ class MemberRecord:
     state: MemberState
     incarnation: Incarnation = NO_INCARNATION
     lost_reason: str = ""
+    masks: tuple[WorkerId, ...] = ()
+    """Members of epoch `masks_in` that its engine steps without: they did not answer it."""
+    masks_in: Epoch = NO_EPOCH
 
 
 @dataclass(frozen=True, slots=True)

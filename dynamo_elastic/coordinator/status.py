@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TypeVar
@@ -113,7 +113,26 @@ class Status:
                 reasons[member.worker_id] = "its engine is not the one that joined"
             elif member.worker_id in failed:
                 reasons[member.worker_id] = failed[member.worker_id]
-        return reasons
+        outside = self._outside(self.in_force.worker_ids, reasons)
+        return reasons | dict.fromkeys(outside, "its peers step without it")
+
+    def _outside(
+        self, members: Sequence[WorkerId], lost: Collection[WorkerId]
+    ) -> frozenset[WorkerId]:
+        """Of `members` that live, those that are not in the largest group whose engines step with
+        each other and nobody else; of two as large, the one with the lower ranks stays."""
+        living = [w for w in members if w not in lost]
+        views = {w: frozenset(living).difference(self._masks(self.members[w])) for w in living}
+        agreed = {group for group in views.values() if all(views[w] == group for w in group)}
+        if not agreed:
+            return frozenset()
+        stays = max(agreed, key=lambda g: (len(g), -min(map(living.index, g))))
+        return frozenset(living) - stays
+
+    def _masks(self, member: MemberRecord) -> tuple[WorkerId, ...]:
+        """Whom its engine steps without in the epoch in force."""
+        now = self.in_force is not None and member.masks_in == self.in_force.epoch
+        return member.masks if now else ()
 
     def _given_up(self) -> dict[WorkerId, str]:
         """Members that the newest operation has recorded as lost: when it ended DONE, of the

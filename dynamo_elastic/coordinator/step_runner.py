@@ -16,7 +16,7 @@ from dynamo_elastic.coordinator.steps import Digests
 from dynamo_elastic.errors import ParticipantFailed, PhaseTimeout, TargetRefused
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.phases import Step, Who
-from dynamo_elastic.topology import ExpertMove, Topology, move_rounds
+from dynamo_elastic.topology import DISK, EMPTY, ExpertMove, Topology, move_rounds
 from dynamo_elastic.types import WorkerId
 
 Acks = Mapping[WorkerId, AckRecord]
@@ -151,12 +151,24 @@ class StepRunner:
             routed = current
 
     async def _push(self, routing: Topology, moves: Sequence[ExpertMove]) -> Digests:
+        await self._load(routing, [m for m in moves if m.from_worker == DISK])
         by_source: dict[WorkerId, list[Any]] = {}
         for move in moves:
-            by_source.setdefault(move.from_worker, []).append(to_json(move))
+            if move.from_worker != DISK:
+                by_source.setdefault(move.from_worker, []).append(to_json(move))
         bodies = Bodies({w: {"moves": m} for w, m in by_source.items()}, _routed_by(routing))
         done = await self._send(Step.PUSH_EXPERTS, bodies, strict=True)
         return self._agreed_digests(Step.PUSH_EXPERTS, done)
+
+    async def _load(self, routing: Topology, moves: Sequence[ExpertMove]) -> None:
+        """Experts that nobody holds any more are read from disk into slots that nobody reads."""
+        rows = {m.worker_id: [EMPTY] * len(m.experts) for m in routing.members}
+        for move in moves:
+            rows[move.to_worker][move.to_slot] = move.expert
+        members = tuple(replace(m, experts=tuple(rows[m.worker_id])) for m in routing.members)
+        loaders = dict.fromkeys(m.to_worker for m in moves)
+        bodies = Bodies({w: {} for w in loaders}, _routed_by(replace(routing, members=members)))
+        await self._send(Step.LOAD, bodies, strict=True)
 
     async def _install(
         self, workers: Sequence[WorkerId], topology: Topology, digests: Digests

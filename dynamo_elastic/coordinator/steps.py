@@ -37,6 +37,7 @@ def participants(record: OperationRecord, who: Who) -> tuple[WorkerId, ...]:
     groups: dict[Who, tuple[WorkerId, ...]] = {
         Who.RETAINED: plan.retained,
         Who.JOINERS: plan.joiners,
+        Who.LOADERS: plan.loaders,
         Who.LIVE_LEAVERS: plan.leavers,
         Who.NEXT: plan.after.worker_ids,
         Who.BEFORE: plan.before.worker_ids,

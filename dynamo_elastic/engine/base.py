@@ -145,7 +145,8 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, experts: Sequence[int]) -> PushReport:
-        """Read dense weights and `experts` (by slot, EMPTY skipped) from the model directory."""
+        """Read `experts` (by slot, EMPTY skipped) from the model directory, and the dense weights,
+        unless the rank serves with them already."""
         ...
 
     async def push_dense(

@@ -109,4 +109,5 @@ class FakeAgent:
             tier=engine.tier.value,
             state=SlotState.SERVING,
             held_by=str(lease),
+            socket_path=engine.socket_path,
         )

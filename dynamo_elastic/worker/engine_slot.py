@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from dynamo_elastic.agent.base import StartedEngine, Tier
 from dynamo_elastic.engine.base import Engine
-from dynamo_elastic.types import Epoch, OperationId
+from dynamo_elastic.types import Epoch, Incarnation, OperationId
 from dynamo_elastic.worker.base import ShellParts
 
 
@@ -54,10 +54,27 @@ class EngineSlot:
             )
             self._starting = asyncio.create_task(start)
         started = await asyncio.shield(self._starting)
+        self._connect(started)
+        return started
+
+    async def adopt(self, incarnation: Incarnation) -> bool:
+        """Take over the engine of this slot, which an earlier shell of it started, if it is
+        `incarnation`. Raises EngineError."""
+        for slot in await self._parts.agent.slots():
+            if slot.slot != self._parts.slot or slot.incarnation != incarnation:
+                continue
+            started = StartedEngine(
+                incarnation, slot.pid, slot.socket_path, Tier(slot.tier), 0.0, slot.fell_through
+            )
+            self._starting = asyncio.create_task(_done(started))
+            self._connect(started)
+            return True
+        return False
+
+    def _connect(self, started: StartedEngine) -> None:
         if self.engine is None:
             self.engine = self._parts.connect(started.socket_path)
             self._reading = asyncio.ensure_future(self._read(self.engine, started))
-        return started
 
     async def end(self, *, park_s: float = 0.0) -> str:
         """No engine serves in the slot, an earlier shell's neither. With `park_s` seconds for it,
@@ -88,3 +105,7 @@ class EngineSlot:
         if self.engine is not None:
             await self.engine.close()
             self.engine = None
+
+
+async def _done(started: StartedEngine) -> StartedEngine:
+    return started

@@ -20,8 +20,14 @@ from dynamo_elastic.coordinator.records import (
     decode,
 )
 from dynamo_elastic.dynamo.base import Load
-from dynamo_elastic.engine.base import Engine
-from dynamo_elastic.errors import EngineError, EngineGone, RegistrationFailed, SessionLost
+from dynamo_elastic.engine.base import Engine, EngineStatus
+from dynamo_elastic.errors import (
+    EngineError,
+    EngineGone,
+    RegistrationFailed,
+    SessionLost,
+    StoreError,
+)
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.phases import Step
 from dynamo_elastic.topology import ExpertMove, Topology
@@ -292,6 +298,26 @@ class Participant:
                 failpoint("registration.before_repair")
                 await self._parts.registrar.register(self._card)
 
+    async def adopt(self) -> None:
+        """Of a shell that has just started: the engine that an earlier one of this slot left in the
+        topology in force serves on, with us. What it was doing for the other's requests ends
+        unheard. Raises EngineError or StoreError, and may be tried again.
+        """
+        if self._slot.engine is not None:
+            return
+        topology = await self.in_force()
+        rank = topology.rank_of(self._parts.worker_id)
+        if rank is None or not topology.members[rank].incarnation:
+            return
+        incarnation = topology.members[rank].incarnation
+        if not await self._slot.adopt(incarnation):
+            return
+        log.info("engine %s is adopted", incarnation)
+        self._presence.adopts(incarnation)
+        # The other may have begun to leave, or have been told to freeze.
+        self._frozen = True
+        await self._attached().readmit()
+
     async def resume(self) -> None:
         """After a new session: serve on if the topology in force still has this engine.
 
@@ -340,14 +366,26 @@ class Participant:
             log.warning("the instance goes when its lease does: %s", exc)
 
     async def load(self) -> Load | None:
-        """How busy the engine is; None without one that answers."""
+        """How busy the engine is; None without one that answers. What it says of its peers goes to
+        the coordinator."""
         if self._slot.engine is None or self._lost:
             return None
         try:
             status = await self._slot.engine.status()
         except EngineError:
             return None
+        await self._tell_masks(status)
         return Load(status.running, status.waiting, status.kv_blocks_used * KV_BLOCK_TOKENS)
+
+    async def _tell_masks(self, status: EngineStatus) -> None:
+        """Others may not know that a peer does not answer: it may live, and its shell as well."""
+        if not status.masked and not self._presence.record.masks:
+            return
+        with suppress(StoreError, SessionLost):
+            topology = await self.in_force()
+            if topology.epoch == status.epoch:
+                masked = tuple(topology.worker_ids[rank] for rank in status.masked)
+                await self._presence.mask(topology.epoch, masked)
 
     async def quiet(self, timeout_s: float) -> None:
         """Return when no request is under way, or after `timeout_s`."""

@@ -10,7 +10,7 @@ from dynamo_elastic.coordinator.records import Keys, MemberRecord, MemberState, 
 from dynamo_elastic.coordinator.session import Session
 from dynamo_elastic.coordinator.store import Delete, Guard, Op, Put, Store
 from dynamo_elastic.errors import GuardFailed, IllegalTransition, SessionLost, StoreError
-from dynamo_elastic.types import NO_INCARNATION, Epoch, Incarnation
+from dynamo_elastic.types import NO_INCARNATION, Epoch, Incarnation, WorkerId
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,11 @@ class Presence:
                 self._endpoint = None
                 return
 
+    def adopts(self, incarnation: Incarnation) -> None:
+        """Before the first claim: the engine that an earlier shell of this slot served with is
+        ours."""
+        self.record = replace(self.record, state=MemberState.SERVING, incarnation=incarnation)
+
     async def move(self, after: MemberState, incarnation: Incarnation | None = None) -> None:
         """Go to `after` and publish it. STANDBY means no engine, and nothing lost."""
         check_member_move(self.state, after)
@@ -82,6 +87,14 @@ class Presence:
         """Publish that the engine is dead; the rank stays until it is taken from us."""
         self.record = replace(self.record, lost_reason=reason)
         await self._publish_member()
+
+    async def mask(self, epoch: Epoch, workers: tuple[WorkerId, ...]) -> None:
+        """Publish whom the engine steps without in `epoch`, if that is news."""
+        if workers or self.record.masks:
+            now = replace(self.record, masks=workers, masks_in=epoch)
+            if now != self.record:
+                self.record = now
+                await self._publish_member()
 
     async def put(self, key: str, record: object) -> None:
         """Publish `record` on the lease."""

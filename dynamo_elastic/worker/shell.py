@@ -14,6 +14,7 @@ from dynamo_elastic.coordinator.records import (
     AckRecord,
     AckStatus,
     CommandRecord,
+    MemberState,
     RecordError,
     decode,
 )
@@ -95,6 +96,7 @@ class Shell:
     async def _work(self, session: Session) -> None:
         """Claim this slot and serve in it. Raises only what no retry can mend."""
         try:
+            await self._adopt()
             await self._presence.claim(session)
             await self._resume()
             async with asyncio.TaskGroup() as tasks:
@@ -104,6 +106,14 @@ class Shell:
         except* SessionLost:
             # _one_session sees it too, as the session's own event.
             await session.lost.wait()
+
+    async def _adopt(self) -> None:
+        while self._presence.state is MemberState.STANDBY:
+            try:
+                return await self._participant.adopt()
+            except (EngineError, StoreError) as exc:
+                log.warning("it is not known yet whether there is an engine to adopt: %s", exc)
+                await asyncio.sleep(_RETRY_S)
 
     async def _resume(self) -> None:
         while True:

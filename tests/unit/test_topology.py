@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from dynamo_elastic.errors import TargetRefused
 from dynamo_elastic.phases import Kind
 from dynamo_elastic.topology import (
+    DISK,
     EMPTY,
     EngineShape,
     Member,
@@ -21,6 +23,7 @@ from dynamo_elastic.topology import (
     legal_width,
     move_rounds,
     place_experts,
+    plan_replacement,
     plan_scale,
     refusal,
 )
@@ -117,9 +120,36 @@ def test_lost_ranks_always_leave_and_the_others_close_up() -> None:
     assert set(plan.leavers) == {WORKERS[1], WORKERS[3]}
 
 
-def test_experts_lost_with_their_only_holder_are_named() -> None:
-    with pytest.raises(TargetRefused, match=r"experts \[1, 3"):
-        plan_scale(PlanInput(grown(2), 1, Epoch(2), SHAPE, lost=frozenset({WORKERS[1]})))
+def test_experts_lost_with_their_only_holder_come_from_disk() -> None:
+    lost = frozenset({WORKERS[0], WORKERS[1]})
+    before = grown(4)
+    plan = plan_scale(PlanInput(before, 2, Epoch(2), SHAPE, lost=lost))
+    assert plan.after.missing_experts(16) == ()
+    living = replace(
+        before,
+        members=tuple(
+            replace(m, experts=(EMPTY,) * 8) if m.worker_id in lost else m for m in before.members
+        ),
+    )
+    unheld = living.missing_experts(16)
+    moves = [move for step in move_rounds(living, plan.settled) for move in step.moves]
+    assert unheld
+    assert {m.expert for m in moves if m.from_worker == DISK} == set(unheld)
+
+
+def test_joiners_take_the_place_of_lost_ranks_with_what_nobody_holds() -> None:
+    before = grown(2)
+    given = PlanInput(before, 2, Epoch(2), SHAPE, WORKERS, lost=frozenset({WORKERS[0]}))
+    plan = plan_replacement(given)
+    assert (plan.retained, plan.joiners, plan.loaders) == (WORKERS[1:2], WORKERS[2:3], WORKERS[2:3])
+    assert plan.after.members[0] == before.members[1]
+    assert plan.after.missing_experts(16) == ()
+
+
+def test_too_few_candidates_take_nobodys_place() -> None:
+    given = PlanInput(grown(2), 2, Epoch(2), SHAPE, WORKERS[:2], lost=frozenset({WORKERS[0]}))
+    with pytest.raises(TargetRefused, match="1 ranks are lost and can't be spared, 0 slots"):
+        plan_replacement(given)
 
 
 @pytest.mark.parametrize(("target", "says"), [(4, "nothing to do"), (6, "2 joiners are needed")])

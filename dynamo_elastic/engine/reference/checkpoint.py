@@ -18,15 +18,18 @@ from dynamo_elastic.topology import EMPTY
 WEIGHTS_FILE = "model.safetensors"
 
 
-def load_weights(model_dir: Path, weights: Weights, experts: Sequence[int]) -> list[str]:
-    """Fill the dense regions, and slot i with expert `experts[i]` (EMPTY: left alone).
+def load_weights(
+    model_dir: Path, weights: Weights, experts: Sequence[int], *, dense: bool = True
+) -> list[str]:
+    """Fill the dense regions, and slot i with expert `experts[i]` (EMPTY: left alone). Without
+    `dense` the dense regions are left alone, too.
 
     Returns the regions that were filled. Raises ConfigError if the file does not hold the model
     that config.json describes; the arena then holds a part of it.
     """
     seed = read_seed(model_dir)
     if seed is not None:
-        pieces = list(_pieces(weights, experts))
+        pieces = list(_pieces(weights, experts, dense))
         for piece in pieces:
             make_piece(weights.tensors[piece.name], piece, seed)
         return [piece.name for piece in pieces]
@@ -34,7 +37,7 @@ def load_weights(model_dir: Path, weights: Weights, experts: Sequence[int]) -> l
     filled = []
     try:
         with safe_open(path, framework="pt") as file:
-            for piece in _pieces(weights, experts):
+            for piece in _pieces(weights, experts, dense):
                 parts = [file.get_tensor(name) for name in piece.sources]
                 weights.tensors[piece.name].copy_(torch.cat(parts) if parts[1:] else parts[0])
                 filled.append(piece.name)
@@ -44,8 +47,9 @@ def load_weights(model_dir: Path, weights: Weights, experts: Sequence[int]) -> l
     return filled
 
 
-def _pieces(weights: Weights, experts: Sequence[int]) -> Iterator[Piece]:
-    yield from dense_pieces(weights.shape)
+def _pieces(weights: Weights, experts: Sequence[int], dense: bool) -> Iterator[Piece]:
+    if dense:
+        yield from dense_pieces(weights.shape)
     for slot, expert in enumerate(experts):
         if expert != EMPTY:
             yield from expert_pieces(weights.shape, slot, expert)

@@ -23,7 +23,7 @@ from dynamo_elastic.engine.reference.model import Model, Row, no_experts
 from dynamo_elastic.engine.reference.transfers import Transfers
 from dynamo_elastic.errors import EngineError, PeerLost
 from dynamo_elastic.failpoints import failpoint
-from dynamo_elastic.topology import EMPTY, ExpertMove, Topology
+from dynamo_elastic.topology import DISK, EMPTY, ExpertMove, Topology
 from dynamo_elastic.types import Epoch, Rank, Region, WorkerId
 
 _CALL_TIMEOUT_S = 15.0
@@ -143,7 +143,11 @@ class Epochs:
         if len(experts) > self._model.weights.slots:
             raise EngineError(f"{len(experts)} experts for {self._model.weights.slots} slots")
         began = time.monotonic()
-        filled = load_weights(self._model_dir, self._model.weights, experts)
+        serves = self._loop.current is not None
+        for slot, expert in enumerate(experts) if serves else ():
+            if expert != EMPTY:
+                self._wait_unused(ExpertMove(expert, DISK, self._worker_id, slot))
+        filled = load_weights(self._model_dir, self._model.weights, experts, dense=not serves)
         digests = self._own.digests(filled)
         size_bytes = sum(self._region(name).size_bytes for name in filled)
         return PushReport(size_bytes, time.monotonic() - began, {self._worker_id: digests})

@@ -25,7 +25,7 @@ from dynamo_elastic.engine.reference.membership import (
     placement_digest,
 )
 from dynamo_elastic.engine.reference.sampling import sample
-from dynamo_elastic.engine.reference.scheduler import Chunk, Scheduler
+from dynamo_elastic.engine.reference.scheduler import Batch, Chunk, Scheduler
 from dynamo_elastic.errors import EngineError, PeerLost
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.topology import Topology
@@ -36,6 +36,9 @@ IDLE_S = 0.01
 
 _FIRST_ROUND_TIMEOUT_S = 60.0
 """A joiner has seen the decision; the ranks in force switch when all of them have."""
+
+EXPERTS_AWAITED_S = 30.0
+"""Experts that were lost with their rank are read from disk; for so long requests wait for that."""
 
 MOVED_REQUESTS = "requests go on elsewhere:"
 """Begins the log message that lists them."""
@@ -53,6 +56,7 @@ class StepLoop:
         emit: Callable[[list[Output]], None],
         *,
         peer_timeout_s: float,
+        experts_awaited_s: float = EXPERTS_AWAITED_S,
     ) -> None:
         self.current: Membership | None = None
         self.pending: Membership | None = None
@@ -67,6 +71,8 @@ class StepLoop:
         self._executor = executor
         self._emit = emit
         self._peer_timeout_s = peer_timeout_s
+        self._experts_awaited_s = experts_awaited_s
+        self._incomplete_since_s: float | None = None
         self._switched: dict[Epoch, Future[SwitchReport]] = {}
         self._go = False
         self._commit = Epoch(0)
@@ -87,7 +93,7 @@ class StepLoop:
         """Step until detach()."""
         while not self._over:
             # An idle rank waits for something to come; a busy one takes what is there.
-            busy = self._go or self._commit or self.scheduler.busy
+            busy = self._go or self._commit or self._works
             self.calls.run(wait_s=0.0 if self.current is not None and busy else IDLE_S)
             try:
                 self.round()
@@ -110,8 +116,7 @@ class StepLoop:
         if self._first_round and current.alone:
             self._step_out("nobody else came into it")
             return
-        if current.lost_experts:
-            self._fail_all(current)
+        self._look_for_experts(current)
         commit = max(r.commit for r in records.values())
         go = any(r.go for r in records.values())
         self._announce(current, records)
@@ -127,7 +132,7 @@ class StepLoop:
 
     def _control(self, current: Membership) -> dict[Rank, ControlRecord]:
         record = ControlRecord(
-            work=self.scheduler.busy or not current.proven,
+            work=self._works or not current.proven,
             go=self._go,
             ready=self._ready_epoch(current),
             commit=self._commit,
@@ -164,7 +169,8 @@ class StepLoop:
         """One step. If a peer was lost in it, nothing happened: the same rows run again."""
         if not current.proven:
             failpoint("engine.before_first_step")
-        batch = self.scheduler.plan()
+        # Without all experts in lockstep with the others, but for nobody.
+        batch = Batch([], []) if current.lost_experts else self.scheduler.plan()
         result = self._executor.step(batch.rows, current)
         if result.lost:
             _log.warning("step discarded: lost ranks %s", sorted(current.group.masked))
@@ -204,6 +210,7 @@ class StepLoop:
             self._send(self.scheduler.end(Finish.MOVED, "the rank left its group"))
 
     def _enter(self, pending: Membership) -> None:
+        self._executor.enter(pending.group)
         self.current, self.pending = pending, None
         # All ranks of a new group run a step at once: it is what proves the group.
         self._go, self._commit = True, Epoch(0)
@@ -219,9 +226,27 @@ class StepLoop:
             self._close_pending()
         self._send(self.scheduler.end(Finish.FAILED, f"retry: the rank left its group ({reason})"))
 
-    def _fail_all(self, current: Membership) -> None:
-        reason = f"retry: experts {list(current.lost_experts)} were lost with their rank"
-        self._send(self.scheduler.end(Finish.FAILED, reason))
+    @property
+    def _works(self) -> bool:
+        """There are rows to compute, and every expert to do it with."""
+        whole = self.current is None or not self.current.lost_experts
+        return self.scheduler.busy and whole
+
+    def _look_for_experts(self, current: Membership) -> None:
+        """While experts are lost requests wait; when they do not come back, they end."""
+        if not current.lost_experts:
+            self._incomplete_since_s = None
+        elif self._incomplete_since_s is None:
+            _log.error("experts %s are lost with their rank", list(current.lost_experts))
+            self._incomplete_since_s = time.monotonic()
+        elif self._gave_up_experts:
+            reason = f"retry: experts {list(current.lost_experts)} were lost with their rank"
+            self._send(self.scheduler.end(Finish.FAILED, reason))
+
+    @property
+    def _gave_up_experts(self) -> bool:
+        since_s = self._incomplete_since_s
+        return since_s is not None and time.monotonic() - since_s >= self._experts_awaited_s
 
     def _send(self, outputs: list[Output]) -> None:
         moved = [o.request_id for o in outputs if o.finish is Finish.MOVED]
@@ -250,7 +275,7 @@ class StepLoop:
         """As submit(), on a draining rank too."""
         if self.current is None:
             raise EngineError(f"the rank serves nobody: it is {self.state.value}")
-        if self.current.lost_experts:
+        if self.current.lost_experts and self._gave_up_experts:
             raise EngineError(
                 f"experts {list(self.current.lost_experts)} were lost with their rank; retry later"
             )

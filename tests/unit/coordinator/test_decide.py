@@ -128,12 +128,23 @@ def test_after_an_eviction_the_wanted_width_is_taken_up_again() -> None:
     assert isinstance(fewer, Idle), "there is no slot for it"
 
 
-def test_when_too_few_live_it_starts_anew_with_them_and_the_free() -> None:
+def test_when_too_few_live_free_shells_take_the_place_of_the_lost() -> None:
     action = act(without(status(3), 0, 1))
+    assert operation(action) == (Kind.UP, 2, ("slot0", "slot1"))
+    assert isinstance(action, Operate)
+    plan = action.request.plan
+    assert (plan.retained, plan.joiners, plan.loaders) == (("slot2",), ("slot3",), ("slot3",))
+    assert plan.after.missing_experts(SHAPE.num_experts) == ()
+
+
+def test_when_too_few_are_free_for_that_it_starts_anew_with_who_there_is() -> None:
+    given = status(2, shells=2)
+    worker = WorkerId("slot1")
+    dead = replace(given.members[worker], lost_reason="engine died")
+    action = act(replace(given, members=given.members | {worker: dead}))
     assert operation(action) == (Kind.BOOT, 2, ())
     assert isinstance(action, Operate)
-    assert action.request.plan.after.worker_ids == ("slot3", "slot2")
-    assert action.request.discarded == ("slot2",)
+    assert action.request.discarded == ("slot0", "slot1")
 
 
 def test_when_too_few_shells_are_left_it_says_so() -> None:

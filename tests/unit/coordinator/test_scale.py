@@ -40,6 +40,8 @@ CASES = [
     for spec in specs
     for step, who in spec.steps
     if not (kind is Kind.BOOT and step in (Step.FREEZE, Step.PARK))
+    # Nobody was lost here, in whose place a joiner would come.
+    and who is not Who.LOADERS
 ]
 KINDS = [Kind.BOOT, Kind.UP, Kind.DOWN]
 

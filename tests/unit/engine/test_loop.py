@@ -85,7 +85,9 @@ class ScriptedGroup:
 class Bench:
     """A step loop that holds every expert, in epoch 1 with a peer that holds none."""
 
-    def __init__(self, model_dir: Path, *, rounds: int = 2) -> None:
+    def __init__(
+        self, model_dir: Path, *, rounds: int = 2, experts_awaited_s: float = 60.0
+    ) -> None:
         weights = Weights(SMALL_SHAPE, len(ALL))
         load_weights(model_dir, weights, ALL)
         self.outputs: list[Output] = []
@@ -99,6 +101,7 @@ class Bench:
             Scheduler(TILE, 8, SMALL_SHAPE.vocab_size),
             self.outputs.extend,
             peer_timeout_s=1.0,
+            experts_awaited_s=experts_awaited_s,
         )
         self.group = ScriptedGroup(1)
         self.join(self.group)
@@ -121,8 +124,8 @@ class Bench:
         for _ in range(count):
             self.loop.round()
 
-    def tokens(self) -> tuple[int, ...]:
-        return tuple(t for o in self.outputs for t in o.tokens)
+    def tokens(self, request_id: str = "r") -> tuple[int, ...]:
+        return tuple(t for o in self.outputs if o.request_id == request_id for t in o.tokens)
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +298,8 @@ def test_a_rank_that_lost_its_group_does_not_enter_an_epoch_that_was_taken_back(
     assert new.closed
 
 
-def test_lost_experts_end_requests_and_refuse_new_ones(bench: Bench) -> None:
+def lose_experts(bench: Bench) -> Topology:
+    """The peer goes, and with it the only holder of an expert; returns who held what before."""
     assert bench.loop.current is not None
     installed = bench.loop.current.installed
     first, second = installed.members
@@ -308,8 +312,31 @@ def test_lost_experts_end_requests_and_refuse_new_ones(bench: Bench) -> None:
     )
     bench.loop.install(split)
     bench.rounds(1)
-    bench.loop.submit(Request("r", (1,), 20))
+    bench.loop.submit(Request("r", (1, 2, 3), 6))
+    bench.rounds(3)
     bench.group.masked = frozenset({Rank(1)})
+    bench.rounds(1)
+    return installed
+
+
+def test_requests_wait_for_lost_experts_and_go_on_where_they_were(
+    bench: Bench, model_dir: Path
+) -> None:
+    oracle = Oracle(model_dir, TILE)
+    installed = lose_experts(bench)
+    bench.loop.submit(Request("s", (1,), 2))
+    before = list(bench.outputs)
+    bench.rounds(20)
+    assert bench.outputs == before
+    bench.loop.install(installed)
+    bench.rounds(20)
+    assert bench.tokens("r") == oracle.generate(Request("r", (1, 2, 3), 6))
+    assert bench.tokens("s") == oracle.generate(Request("s", (1,), 2))
+
+
+def test_experts_that_do_not_come_back_end_requests(model_dir: Path) -> None:
+    bench = Bench(model_dir, experts_awaited_s=0.0)
+    lose_experts(bench)
     bench.rounds(1)
     assert bench.outputs[-1].finish is Finish.FAILED
     with pytest.raises(EngineError, match="lost"):
