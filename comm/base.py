@@ -171,6 +171,12 @@ class ExpertBuffer(Protocol):
         ...
 
     @property
+    def can_connect(self) -> bool:
+        """False once a connect was not answered in time: only a fresh buffer can be connected, or
+        disconnected, then."""
+        ...
+
+    @property
     def parity(self) -> int:
         """Which half of the double buffer the next dispatch or combine uses: 0 or 1."""
         ...

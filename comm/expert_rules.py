@@ -234,6 +234,11 @@ class PeerBook:
                     )
             self._states.update(dict.fromkeys(ranks, after))
 
+    @property
+    def spent(self) -> bool:
+        with self._lock:
+            return bool(self._spent)
+
     def spend(self, why: str) -> None:
         """No connection of this buffer can be made or ended any more; the peers it has stay."""
         self._spent = why

@@ -34,6 +34,11 @@ _abandoned: list[Any] = []
 under it. They go with the process."""
 
 
+def abandoned() -> int:
+    """Buffers of this process that can't be given back any more: it can't be saved with them."""
+    return len(_abandoned)
+
+
 class NixlExpertBuffer:
     """An ExpertBuffer (see comm.base) of `rank` on the current CUDA device; every peer has its own.
 
@@ -75,6 +80,10 @@ class NixlExpertBuffer:
     @property
     def states(self) -> Mapping[Rank, PeerState]:
         return self._book.states
+
+    @property
+    def can_connect(self) -> bool:
+        return not self._book.spent
 
     @property
     def parity(self) -> int:

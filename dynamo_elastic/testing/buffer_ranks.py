@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -13,11 +14,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dynamo_elastic.comm.base import ExpertBuffer, ExpertGroup
+from dynamo_elastic.comm.base import ExpertBuffer
 from dynamo_elastic.engine.base import Finish, Output
 from dynamo_elastic.engine.launch import EngineSettings
 from dynamo_elastic.engine.reference.checkpoint import load_weights
 from dynamo_elastic.engine.reference.gpu_experts import BufferExperts, stack_experts
+from dynamo_elastic.engine.reference.gpu_group import BufferGroup
 from dynamo_elastic.engine.reference.gpu_shape import buffer_shape
 from dynamo_elastic.engine.reference.gpu_steps import GpuExecutor, empty_table, tile_sizes
 from dynamo_elastic.engine.reference.kv import KvCache
@@ -50,16 +52,20 @@ class Bf16HostStore(HostStore):
 class EagerTiles:
     """Tiles (see gpu_steps) that run as they come."""
 
-    def __init__(self, model: Model, cache: KvCache, buffer: ExpertBuffer, table: Tensor) -> None:
+    def __init__(self, model: Model, cache: KvCache, table: Tensor) -> None:
         self.sizes = tile_sizes(model.tile.batch_tokens)
+        self.used: list[ExpertBuffer] = []
+        """Buffers that they ran over, the last one now."""
         self._model = model
         self._cache = cache
-        self._buffer = buffer
         self._table = table
         self._stacks = stack_experts(model.weights)
 
+    def use(self, buffer: ExpertBuffer) -> None:
+        self.used.append(buffer)
+
     def run(self, tile: Tensor) -> Tensor:
-        experts = BufferExperts(self._buffer, self._stacks, self._table, tile)
+        experts = BufferExperts(self.used[-1], self._stacks, self._table, tile)
         return self._model.compute(tile, len(tile), self._cache, experts)
 
 
@@ -78,16 +84,26 @@ class BufferRank:
         self.weights = Weights(BUFFER_MODEL, slots, Bf16HostStore())
         load_weights(model_dir, self.weights, self.held)
         self.outputs: list[Output] = []
-        self.buffer = world.make(buffer_shape(settings, BUFFER_MODEL), Rank(slot))
         model = Model(self.weights, TILE)
         cache = KvCache(BUFFER_MODEL, _BLOCKS, Bf16HostStore())
         table = empty_table(TILE.batch_tokens, BUFFER_MODEL.num_experts, torch.device("cpu"))
-        tiles = EagerTiles(model, cache, self.buffer, table)
-        self.executor = GpuExecutor(self.buffer, tiles, table, TILE, nullcontext())
+        self.tiles = EagerTiles(model, cache, table)
+        shape = buffer_shape(settings, BUFFER_MODEL)
+        make = partial(world.make, shape, Rank(slot))
+        self.executor = GpuExecutor(make, self.tiles, table, TILE, nullcontext())
         scheduler = Scheduler(TILE, _BLOCKS, BUFFER_MODEL.vocab_size)
         self.loop = StepLoop(self.executor, scheduler, self._emit, peer_timeout_s=_TIMEOUT_S)
         self._said = threading.Condition()
         self._thread = threading.Thread(target=self.loop.run, daemon=True)
+
+    @property
+    def member(self) -> Member:
+        return Member(self.worker_id, Incarnation(""), self.held)
+
+    @property
+    def buffer(self) -> ExpertBuffer:
+        """That of its steps."""
+        return self.tiles.used[-1]
 
     def start(self) -> None:
         self._thread.start()
@@ -138,7 +154,7 @@ class BufferRanks:
     def __init__(self) -> None:
         self.epoch = Epoch(0)
         self._ranks: list[BufferRank] = []
-        self._groups: list[ExpertGroup] = []
+        self._groups: list[BufferGroup] = []
 
     def add(self, rank: BufferRank) -> BufferRank:
         """`rank` runs from now on, until close()."""
@@ -156,23 +172,49 @@ class BufferRanks:
 
     def prepare(self, ranks: Sequence[BufferRank]) -> None:
         """Groups of the next epoch, connected and pending."""
+        groups = self._open(ranks)
+        for rank, group, future in self._connect(ranks, groups, _TIMEOUT_S):
+            future.result(_TIMEOUT_S)
+            topology = Topology(self.epoch, tuple(r.member for r in ranks))
+            membership = Membership(group, topology, BUFFER_MODEL.num_experts)
+            rank.do(partial(rank.loop.set_pending, membership))
+
+    def abort(
+        self,
+        ranks: Sequence[BufferRank],
+        spoil: Callable[[Sequence[BufferGroup]], object],
+        *,
+        timeout_s: float = 0.3,
+    ) -> list[BaseException | None]:
+        """The next epoch of `ranks`, whose groups `spoil` was let at before they connect, is
+        aborted. Returns what each rank's connect raised."""
+        groups = self._open(ranks)
+        spoil(groups)
+        failures = [f.exception(_TIMEOUT_S) for _, _, f in self._connect(ranks, groups, timeout_s)]
+        for rank, group in zip(ranks, groups, strict=True):
+            group.close()
+            rank.do(rank.let_go)
+        return failures
+
+    def _open(self, ranks: Sequence[BufferRank]) -> list[BufferGroup]:
         self.epoch = Epoch(self.epoch + 1)
-        members = [Member(r.worker_id, Incarnation(""), r.held) for r in ranks]
-        topology = Topology(self.epoch, tuple(members))
+        for rank in ranks:
+            rank.do(rank.let_go)  # as every epoch begins
         groups = [
             rank.executor.group(self.epoch, Rank(i), len(ranks)) for i, rank in enumerate(ranks)
         ]
         self._groups += groups
+        return groups
+
+    def _connect(
+        self, ranks: Sequence[BufferRank], groups: Sequence[BufferGroup], timeout_s: float
+    ) -> list[tuple[BufferRank, BufferGroup, Future[None]]]:
         addresses = {group.rank: group.address for group in groups}
         # Between two rounds: unlike a GPU's, the fake's steps count as layers that are open.
-        connecting = [
-            rank.loop.calls.put(partial(_connect, group, addresses))
+        return [
+            (rank, group, rank.loop.calls.put(partial(_connect, group, addresses, timeout_s)))
             for rank, group in zip(ranks, groups, strict=True)
         ]
-        for rank, group, future in zip(ranks, groups, connecting, strict=True):
-            future.result(_TIMEOUT_S)
-            membership = Membership(group, topology, BUFFER_MODEL.num_experts)
-            rank.do(partial(rank.loop.set_pending, membership))
 
     def close(self) -> None:
         for group in self._groups:
@@ -181,6 +223,6 @@ class BufferRanks:
             rank.end()
 
 
-def _connect(group: ExpertGroup, addresses: Mapping[Rank, str]) -> None:
+def _connect(group: BufferGroup, addresses: Mapping[Rank, str], timeout_s: float) -> None:
     others = {rank: address for rank, address in addresses.items() if rank != group.rank}
-    group.connect(others, timeout_s=_TIMEOUT_S)
+    group.connect(others, timeout_s=timeout_s)

@@ -80,6 +80,10 @@ class FakeExpertBuffer:
         return self._book.states
 
     @property
+    def can_connect(self) -> bool:
+        return not self._book.spent
+
+    @property
     def parity(self) -> int:
         return self._book.parity
 
@@ -230,7 +234,7 @@ class FakeExpertBuffer:
         self._book.destroying(released_by)
         with self._world.changed:
             for other in self._world.buffers.values():
-                if self._serial in other.mapped_serials:
+                if self._serial in other.mapped_serials and not other.has_given_up(self._rank):
                     raise RuntimeError(
                         f"rank {other.rank} still has the memory of rank {self._rank} mapped"
                     )
@@ -240,6 +244,10 @@ class FakeExpertBuffer:
     def mapped_serials(self) -> frozenset[int]:
         """Buffers of others that this one has mapped."""
         return frozenset(self._peers.values())
+
+    def has_given_up(self, rank: Rank) -> bool:
+        """It can't unmap `rank` any more, being spent, and does not step with it."""
+        return not self.can_connect and self.states[rank] is not PeerState.ACTIVE
 
     def die(self) -> None:
         """As if the process were killed: gone without a word."""

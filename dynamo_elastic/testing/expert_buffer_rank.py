@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class ExpertRank:
         self._device = device
         self._buffer: ExpertBuffer | None = None
         self._shape: BufferShape | None = None
+        self._old: list[ExpertBuffer] = []
         self._open_layer: Any = None
         self._graph: Any = None
 
@@ -51,6 +53,21 @@ class ExpertRank:
         self._scales.copy_(self._own_experts(rank).view(-1, 1, 1) + 1)
         self.route([rank])
         return elapsed_s
+
+    def open_beside(self) -> float:
+        """Build a fresh buffer of the same shape and rank, which is used from now on; the old one
+        stays as it is. Seconds it took."""
+        old = self.buffer
+        elapsed_s = self.open(old.rank, **asdict(old.shape))
+        self._old.append(old)
+        return elapsed_s
+
+    def destroy_old(self, released_by: Sequence[int]) -> None:
+        while self._old:
+            self._old.pop().destroy(released_by=[Rank(r) for r in released_by])
+
+    def can_connect(self) -> bool:
+        return self.buffer.can_connect
 
     def _allocate(self, buffer: ExpertBuffer) -> None:
         shape, device = buffer.shape, self._device

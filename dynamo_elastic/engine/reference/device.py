@@ -34,12 +34,17 @@ class StepResult:
 class Executor(Protocol):
     """Steps of one life of an engine, and its place among the experts of its peers.
 
-    step() and keep_only() are called by the step loop's thread, the rest by the thread that
+    enter(), step() and keep_only() are called by the step loop's thread, the rest by the one that
     prepares epochs.
     """
 
     def group(self, epoch: Epoch, rank: Rank, world_size: int) -> ExpertGroup:
         """A group of `epoch` to connect; the caller closes it."""
+        ...
+
+    def enter(self, group: ExpertGroup) -> None:
+        """`group` is the one in force from now on; before its first round, so that no peer steps
+        yet."""
         ...
 
     def step(self, rows: list[Row], membership: Membership) -> StepResult:
@@ -118,6 +123,9 @@ class HostExecutor:
 
     def group(self, epoch: Epoch, rank: Rank, world_size: int) -> ExpertGroup:
         return HostExpertGroup(epoch, rank, world_size)
+
+    def enter(self, group: ExpertGroup) -> None:
+        """Nothing to do: a group is all that its steps need."""
 
     def step(self, rows: list[Row], membership: Membership) -> StepResult:
         group = membership.group

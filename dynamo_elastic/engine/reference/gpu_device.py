@@ -13,19 +13,19 @@ from torch import Tensor
 from dynamo_elastic.comm.base import MemoryKind, Span, TransferAgent
 from dynamo_elastic.comm.cuda_copy import CudaCopyEngine
 from dynamo_elastic.comm.expert_rules import check_shape
-from dynamo_elastic.comm.nixl_ep import NixlExpertBuffer
+from dynamo_elastic.comm.nixl_ep import NixlExpertBuffer, abandoned
 from dynamo_elastic.comm.peer_push import PeerAgent
 from dynamo_elastic.comm.tensor_digest import digest, digest_all
 from dynamo_elastic.engine.launch import EngineSettings
 from dynamo_elastic.engine.reference.device import Executor
 from dynamo_elastic.engine.reference.experts import LocalExperts
-from dynamo_elastic.engine.reference.gpu_experts import NOBODY, stack_experts
+from dynamo_elastic.engine.reference.gpu_experts import stack_experts
 from dynamo_elastic.engine.reference.gpu_graphs import StepGraphs
 from dynamo_elastic.engine.reference.gpu_shape import buffer_shape
 from dynamo_elastic.engine.reference.gpu_steps import GpuExecutor, empty_table, tile_sizes
 from dynamo_elastic.engine.reference.kv import KvCache
 from dynamo_elastic.engine.reference.model import Model, Weights
-from dynamo_elastic.engine.shape import ModelShape, read_shape
+from dynamo_elastic.engine.shape import read_shape
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.memory.cuda_vmm import CudaVmm
 from dynamo_elastic.memory.vmm import ImportedArena, VmmArena
@@ -92,7 +92,8 @@ class GpuDevice:
         return arena
 
     def held(self) -> dict[str, int]:
-        imports = sum(arena.mapped for arena in self._imported)
+        # A buffer that could not be given back has its peers' memory mapped.
+        imports = sum(arena.mapped for arena in self._imported) + abandoned()
         return {"multicast": 0, "ipc_imports": imports, "managed_bytes": 0}
 
     def warm_up(self) -> None:
@@ -101,12 +102,12 @@ class GpuDevice:
 
     def executor(self, model: Model, cache: KvCache, local: LocalExperts) -> Executor:
         fill(model.weights)
-        buffer = NixlExpertBuffer(self._shape, self._seat)
         graphs, table = self._parts(model, cache)
-        table.copy_(self._own_slots(model.shape))
-        graphs.use(buffer)
         beside = torch.cuda.stream(self._side)
-        return GpuExecutor(buffer, graphs, table, model.tile, beside)
+        return GpuExecutor(self._make_buffer, graphs, table, model.tile, beside)
+
+    def _make_buffer(self) -> NixlExpertBuffer:
+        return NixlExpertBuffer(self._shape, self._seat)
 
     def _parts(self, model: Model, cache: KvCache) -> tuple[StepGraphs, Tensor]:
         if self._graphs is None or self._table is None:
@@ -116,14 +117,6 @@ class GpuDevice:
             sizes = tile_sizes(rows)
             self._graphs = StepGraphs(model, cache, stacks, self._table, sizes)
         return self._graphs, self._table
-
-    def _own_slots(self, shape: ModelShape) -> Tensor:
-        """The first experts are in our slots, the others nowhere: for steps without peers."""
-        slots = self._settings.slots_per_rank
-        row = torch.full((shape.num_experts,), NOBODY, dtype=torch.int64)
-        own = min(slots, shape.num_experts)
-        row[:own] = torch.arange(own) + self._seat * slots
-        return row.expand(self._settings.batch_tokens, -1)
 
 
 def fill(weights: Weights) -> None:

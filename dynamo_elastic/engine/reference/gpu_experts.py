@@ -39,6 +39,15 @@ def expert_table(
     return table
 
 
+def own_experts(num_experts: int, rows: int, seat: Rank, slots: int) -> NDArray[np.int64]:
+    """As expert_table(): the first experts are in our slots, the others nowhere; for steps without
+    peers."""
+    table = np.full((rows, num_experts), NOBODY, dtype=np.int64)
+    own = min(slots, num_experts)
+    table[:, :own] = np.arange(own) + seat * slots
+    return table
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertStacks:
     """All expert slots of a rank, layer by layer, as two tensors a layer over the arena:

@@ -44,7 +44,7 @@ def new(request: pytest.FixtureRequest) -> Iterator[NEW]:
             if request.param == "fake":
                 rank = RankThread(number, world)
             else:
-                rank = RankProcess(number, number)
+                rank = RankProcess(number, number % len(list(Path("/dev").glob("nvidia[0-9]*"))))
             stack.callback(rank.close)
             rank.call("open", rank=number, **SHAPE)
             return rank
@@ -168,6 +168,28 @@ def test_a_peer_that_never_comes_stops_nobody(new: NEW) -> None:
         serving.call("connect", peers={"2": stranger.call("metadata")}, timeout_s=0.5)
     assert caught.value.kind == "BufferMisused"
     assert "fresh buffer" in caught.value.message
+
+
+def test_a_spent_buffer_is_replaced_beside_it(new: NEW) -> None:
+    serving, gone = new(0), new(1)
+    assert serving.call("can_connect")
+    with pytest.raises(RankFailed):
+        serving.call("connect", peers={"1": gone.call("metadata")}, timeout_s=0.5)
+    assert not serving.call("can_connect")
+    with pytest.raises(RankFailed) as caught:
+        serving.call("disconnect", ranks=[1])
+    assert caught.value.kind == "BufferMisused"
+    assert alone(serving)["bad_tokens"] == 0
+    gone.close()
+    stranger = new(3)
+    serving.call("open_beside")
+    assert serving.call("can_connect")
+    connect([stranger], [serving])
+    activate([serving, stranger])
+    for seed in range(3):
+        assert_right([serving, stranger], seed)
+    serving.call("destroy_old", released_by=[1, 2, 3])
+    assert_right([serving, stranger])
 
 
 def test_switches_only_between_layers(pair: list[RankHandle]) -> None:
