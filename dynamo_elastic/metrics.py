@@ -195,9 +195,6 @@ class WorkerMetrics(ProcessMetrics):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = self._gauge(
-            "worker_state", "1 for the state that the worker is in.", ("state",)
-        )
         self.requests_running = self._gauge("requests_running", "Requests under way here.")
         self.requests = self._counter(
             "requests",

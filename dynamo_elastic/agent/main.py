@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from dynamo_elastic.config_launch import launch_parser, read_launch_line
 from dynamo_elastic.engine.launch import engine_argv
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.failpoints import arm_from_environment
+from dynamo_elastic.logs import configure as configure_logs
 from dynamo_elastic.metrics import AgentMetrics
 from dynamo_elastic.metrics import serve as serve_metrics
 from dynamo_elastic.snapshot.gpu import NO_GPU, Gpu, open_gpu
@@ -26,10 +26,10 @@ from dynamo_elastic.snapshot.gpu import NO_GPU, Gpu, open_gpu
 def main(argv: Sequence[str] | None = None) -> None:
     """Run until SIGTERM or SIGINT, leaving engines alive, or until stop_all was called."""
     parser = launch_parser("agent")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s agent %(levelname)s %(message)s")
     arm_from_environment()
     try:
         config, _ = read_launch_line(parser, sys.argv[1:] if argv is None else argv, os.environ)
+        configure_logs(config.observe.log_format)
         # Once for the life of the agent: to initialise CUDA takes seconds.
         gpu = open_gpu()
         images = images_or_reason(config, engine_argv, gpu)

@@ -10,16 +10,15 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable
-from http import HTTPStatus
 
 from aiohttp import web
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from dynamo_elastic.config_sections import ApiConfig, ScaleConfig
 from dynamo_elastic.coordinator import api_views as views
+from dynamo_elastic.coordinator.api_answers import Handler, Malformed, errors, fault, reply
+from dynamo_elastic.coordinator.api_history import HistoryPages
 from dynamo_elastic.coordinator.api_models import (
-    Fault,
     Health,
     SafeToDelete,
     TargetAnswer,
@@ -27,11 +26,14 @@ from dynamo_elastic.coordinator.api_models import (
     TargetState,
 )
 from dynamo_elastic.coordinator.api_routes import DEFAULT_WAIT_S, MAX_WAIT_S, ROUTES, openapi
-from dynamo_elastic.coordinator.records import Keys, RecordError
+from dynamo_elastic.coordinator.records import Keys
 from dynamo_elastic.coordinator.status import Status, read_status, status_of
 from dynamo_elastic.coordinator.store import Store
+from dynamo_elastic.coordinator.stories import story_of
 from dynamo_elastic.coordinator.targets import request_scale
-from dynamo_elastic.errors import ConfigError, RequestIdTaken, StoreError, StoreUnavailable
+from dynamo_elastic.errors import ConfigError, StoreUnavailable
+from dynamo_elastic.report.history import History, NoSuchOperation
+from dynamo_elastic.report.story import StoryError
 from dynamo_elastic.secret_files import is_token, read_secret_file
 from dynamo_elastic.types import OperationId
 
@@ -48,8 +50,6 @@ _CODES = {
     TargetState.UNCHANGED: 200,
 }
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 class ApiServer:
     """Serves ROUTES from start() to close(). Owns no store."""
@@ -63,19 +63,24 @@ class ApiServer:
         name: str,
         *,
         token: str,
+        history: History,
     ) -> None:
-        """`token`: what every request must carry, but for those that say little (Route.open)."""
+        """`token`: what every request must carry, but for those that say little (Route.open).
+        `history`: operations that this coordinator has ended."""
         self._store = store
         self._keys = keys
         self._config = config
         self._scale = scale
         self._name = name
         self._token = token
+        self._history = history
+        pages = HistoryPages(history, name)
+        self.get_operations, self.get_report = pages.get_operations, pages.get_report
         self._runner: web.AppRunner | None = None
 
     def app(self) -> web.Application:
         """The application: exactly ROUTES."""
-        app = web.Application(middlewares=[_errors, self._guard], client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(middlewares=[errors, self._guard], client_max_size=_MAX_BODY_BYTES)
         for route in ROUTES:
             app.router.add_route(route.method.upper(), route.path, getattr(self, route.name))
         return app
@@ -125,7 +130,7 @@ class ApiServer:
                 request_id=body.request_id or "",
             )
             answer = await self._progress(request_id, body.target, wait_s)
-        return _reply(answer, _CODES.get(answer.state, 202))
+        return reply(answer, _CODES.get(answer.state, 202))
 
     async def _progress(self, request_id: str, ranks: int, wait_s: float) -> TargetAnswer:
         """What becomes of the request within `wait_s`: as soon as it is more than accepted."""
@@ -165,26 +170,39 @@ class ApiServer:
             name=self._name,
             now_s=time.time(),
             timeout_s=self._scale.operation_timeout_s,
+            page_of=self._history.page_of,
         )
-        return _reply(view)
+        return reply(view)
 
     async def get_operation(self, request: web.Request) -> web.Response:
         status = await read_status(self._store, self._keys)
         known = {o.operation_id: o for o in (status.last, status.operation) if o is not None}
-        found = known.get(OperationId(request.match_info["id"]))
-        if found is None:
+        name = request.match_info["id"]
+        found = known.get(OperationId(name))
+        try:
+            story = (
+                self._history.load(name)
+                if found is None
+                else story_of(
+                    found,
+                    self._keys.deployment,
+                    self._scale.operation_timeout_s,
+                    now_s=time.time(),
+                )
+            )
+        except (NoSuchOperation, StoryError) as exc:
             names = ", ".join(known) or "none"
-            return _fault(404, f"neither under way nor the last one; known are: {names}")
-        return _reply(views.operation_view(found, time.time(), self._scale.operation_timeout_s))
+            return fault(404, f"neither under way nor the last one (those are: {names}); {exc}")
+        return reply(views.operation_view(story, self._history.page_of(name)))
 
     async def get_safe_to_delete(self, request: web.Request) -> web.Response:
         status = await read_status(self._store, self._keys)
         slots = [views.slot_view(m) for m in views.safe_to_delete(status)]
-        return _reply(SafeToDelete(slots=slots))
+        return reply(SafeToDelete(slots=slots))
 
     async def get_health(self, request: web.Request) -> web.Response:
         await self._store.get(self._keys.leader)
-        return _reply(Health())
+        return reply(Health())
 
     async def get_openapi(self, request: web.Request) -> web.Response:
         return web.json_response(openapi())
@@ -195,27 +213,10 @@ class ApiServer:
         is_open = any(r.open for r in ROUTES if r.path == request.path)
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if not is_open and not (scheme.lower() == "bearer" and is_token(given, self._token)):
-            answer = _fault(401, "a bearer token is required (coordinator.api.token_file)")
+            answer = fault(401, "a bearer token is required (coordinator.api.token_file)")
             answer.headers["WWW-Authenticate"] = "Bearer"
             return answer
         return await handler(request)
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every failure is a Fault with the code that ROUTES says."""
-    try:
-        return await handler(request)
-    except web.HTTPException as exc:
-        if exc.status < HTTPStatus.BAD_REQUEST:
-            raise
-        return _fault(exc.status, exc.reason or "failed")
-    except _Malformed as exc:
-        return _fault(400, "the request is malformed", *exc.faults)
-    except RequestIdTaken as exc:
-        return _fault(400, str(exc))
-    except (StoreError, RecordError) as exc:
-        return _fault(503, f"etcd: {exc}")
 
 
 def _tls(config: ApiConfig) -> ssl.SSLContext | None:
@@ -233,18 +234,14 @@ def _tls(config: ApiConfig) -> ssl.SSLContext | None:
     return context
 
 
-class _Malformed(ConfigError):
-    """A request's body or query is wrong: one line for each field."""
-
-
 async def _body(request: web.Request) -> TargetRequest:
     if request.content_type != "application/json":
-        raise _Malformed(["content-type: must be application/json"])
+        raise Malformed(["content-type: must be application/json"])
     try:
         return TargetRequest.model_validate_json(await request.read())
     except ValidationError as exc:
         faults = [f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in exc.errors()]
-        raise _Malformed(faults) from exc
+        raise Malformed(faults) from exc
 
 
 def _wait_s(request: web.Request) -> float:
@@ -254,13 +251,5 @@ def _wait_s(request: web.Request) -> float:
     except ValueError:
         wait_s = -1.0
     if not 0 <= wait_s <= MAX_WAIT_S:
-        raise _Malformed([f"wait_s: must be 0 to {MAX_WAIT_S:g}, got {text!r}"])
+        raise Malformed([f"wait_s: must be 0 to {MAX_WAIT_S:g}, got {text!r}"])
     return wait_s
-
-
-def _reply(view: BaseModel, code: int = 200) -> web.Response:
-    return web.Response(status=code, text=view.model_dump_json(), content_type="application/json")
-
-
-def _fault(code: int, error: str, *faults: str) -> web.Response:
-    return _reply(Fault(error=error, faults=list(faults)), code)

@@ -143,6 +143,38 @@ class Operation(_Body):
     """Why it was or is being undone, '' if it is not."""
     safe_to_release: list[str]
     """Leavers whose GPUs are free."""
+    report: str | None = None
+    """Path of its HTML report on the host of the coordinator that answers you; null if that one has
+    none. `/v1/operations/{id}/report` is the same page."""
+
+
+class OperationSummary(_Body):
+    """One operation that has ended."""
+
+    operation_id: str
+    kind: str
+    phase: str
+    """done or aborted."""
+    source: str
+    ranks_before: int
+    ranks_after: int
+    epoch: int
+    opened_at: datetime
+    elapsed_s: float
+    longest_gap_s: float | None
+    """Longest wait of a stream for its next token meanwhile; null if no tokens were seen."""
+    moved_bytes: int
+    failure: str
+    report: str | None
+    """As in Operation."""
+
+
+class OperationList(_Body):
+    """Operations that have ended, newest first."""
+
+    operations: list[OperationSummary]
+    kept_by: str
+    """The coordinator that answers you: each keeps those that ended while it led."""
 
 
 class StatusView(_Body):

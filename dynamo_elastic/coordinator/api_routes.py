@@ -14,6 +14,7 @@ from dynamo_elastic.coordinator.api_models import (
     Fault,
     Health,
     Operation,
+    OperationList,
     SafeToDelete,
     StatusView,
     TargetAnswer,
@@ -40,6 +41,8 @@ class Route:
     parameters: tuple[Mapping[str, Any], ...] = field(default=())
     open: bool = False
     """Needs no token."""
+    media: str = "application/json"
+    """Of the answer when all is well."""
 
 
 _WAIT = {
@@ -47,6 +50,14 @@ _WAIT = {
     "in": "query",
     "description": "How long to wait for more than `accepted`.",
     "schema": {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S, "default": DEFAULT_WAIT_S},
+}
+MAX_LISTED = 100
+DEFAULT_LISTED = 20
+_LIMIT = {
+    "name": "limit",
+    "in": "query",
+    "description": "How many at most.",
+    "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": DEFAULT_LISTED},
 }
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 
@@ -77,16 +88,37 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         "get",
+        "/v1/operations",
+        "get_operations",
+        "Operations that ended while the coordinator that answers led, newest first.",
+        {
+            200: (OperationList, "As many as are kept (observe.keep_operations), and asked for."),
+            400: (Fault, "Malformed."),
+            **_BAD_TOKEN,
+        },
+        parameters=(_LIMIT,),
+    ),
+    Route(
+        "get",
         "/v1/operations/{id}",
         "get_operation",
-        "The operation under way, or the last one.",
+        "The operation under way, or one that ended.",
         {
             200: (Operation, "Phase, participants, deadline, last failure."),
-            404: (Fault, "Neither under way nor the last one."),
+            404: (Fault, "Neither under way, nor the last one, nor kept by this coordinator."),
             **_BAD_TOKEN,
             **_NO_STORE,
         },
         parameters=(_ID,),
+    ),
+    Route(
+        "get",
+        "/v1/operations/{id}/report",
+        "get_report",
+        "The report of an operation that ended: one HTML page.",
+        {200: (None, "HTML."), 404: (Fault, "Not kept by this coordinator."), **_BAD_TOKEN},
+        parameters=(_ID,),
+        media="text/html",
     ),
     Route(
         "get",
@@ -162,14 +194,16 @@ def _operation(route: Route) -> dict[str, Any]:
     if route.body is not None:
         made["requestBody"] = {"required": True, "content": _json(route.body)}
     made["responses"] = {
-        str(code): {"description": text, "content": _json(model)}
+        str(code): {
+            "description": text,
+            "content": _json(model, route.media if code < 400 else "application/json"),
+        }
         for code, (model, text) in sorted(route.responses.items())
     }
     return made
 
 
-def _json(model: type[BaseModel] | None) -> dict[str, Any]:
-    schema: dict[str, Any] = (
-        {"$ref": f"#/components/schemas/{model.__name__}"} if model else {"type": "object"}
-    )
-    return {"application/json": {"schema": schema}}
+def _json(model: type[BaseModel] | None, media: str = "application/json") -> dict[str, Any]:
+    bare = {"type": "object" if media == "application/json" else "string"}
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"} if model else bare
+    return {media: {"schema": schema}}

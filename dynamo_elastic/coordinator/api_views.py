@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from dynamo_elastic.coordinator.api_models import (
     Earlier,
     Operation,
+    OperationSummary,
     Owner,
     Participant,
     PhaseView,
@@ -27,7 +29,9 @@ from dynamo_elastic.coordinator.records import (
     TargetRecord,
 )
 from dynamo_elastic.coordinator.status import Status
+from dynamo_elastic.coordinator.stories import story_of
 from dynamo_elastic.coordinator.targets import answer_to, succession
+from dynamo_elastic.report.story import Role, Story
 from dynamo_elastic.types import WorkerId
 
 _STATES = {OutcomeStatus(s.value): s for s in TargetState if s.value in set(OutcomeStatus)}
@@ -102,47 +106,62 @@ def _target_fields(target: TargetRecord | EarlierTarget) -> dict[str, Any]:
     }
 
 
-def operation_view(record: OperationRecord, now_s: float, timeout_s: float) -> Operation:
-    plan, done = record.plan, record.phase in ("done", "aborted")
+def operation_view(story: Story, report: Path | None = None) -> Operation:
     return Operation(
-        operation_id=record.operation_id,
-        kind=record.kind,
-        phase=record.phase,
-        done=done,
-        source=record.source,
-        request_id=record.request_id,
-        ranks_before=plan.before.world_size,
-        ranks_after=plan.after.world_size,
-        epoch=plan.after.epoch,
-        opened_at=time_of(record.opened_at_s),
-        deadline=time_of(record.opened_at_s + timeout_s),
-        elapsed_s=record.elapsed_s if done else max(0.0, now_s - record.opened_at_s),
+        operation_id=story.operation_id,
+        kind=story.kind,
+        phase=story.phase,
+        done=story.over,
+        source=story.source,
+        request_id=story.request_id,
+        ranks_before=story.ranks_before,
+        ranks_after=story.ranks_after,
+        epoch=story.epoch,
+        opened_at=time_of(story.opened_at_s),
+        deadline=time_of(story.deadline_at_s),
+        elapsed_s=story.elapsed_s,
         phases=[
             PhaseView(
                 phase=p.phase,
-                started_at=time_of(p.started_at_s),
-                elapsed_s=p.elapsed_s,
+                started_at=time_of(p.began_at_s),
+                elapsed_s=p.elapsed_s or 0.0,
                 detail=p.detail,
             )
-            for p in record.phases
+            for p in story.phases
         ],
-        participants=list(_participants(record)),
-        lost=list(record.lost),
-        failure=record.failure,
-        safe_to_release=list(record.safe_to_release),
+        participants=[
+            Participant(
+                worker=p.worker,
+                role=p.role,
+                rank=None if p.role is Role.LEAVER else p.rank,
+                state=p.state,
+            )
+            for p in story.parts
+        ],
+        lost=list(story.lost),
+        failure=story.failure,
+        safe_to_release=list(story.safe_to_release),
+        report=str(report) if report else None,
     )
 
 
-def _participants(record: OperationRecord) -> Iterable[Participant]:
-    plan = record.plan
-    roles = dict.fromkeys(plan.retained, "retained") | dict.fromkeys(plan.joiners, "joiner")
-    for worker, role in (roles | dict.fromkeys(plan.leavers, "leaver")).items():
-        yield Participant(
-            worker=worker,
-            role=role,
-            rank=plan.after.rank_of(worker),
-            state=record.participants.get(worker, ""),
-        )
+def summary_view(story: Story, report: Path | None) -> OperationSummary:
+    gap = story.longest_gap
+    return OperationSummary(
+        operation_id=story.operation_id,
+        kind=story.kind,
+        phase=story.phase,
+        source=story.source,
+        ranks_before=story.ranks_before,
+        ranks_after=story.ranks_after,
+        epoch=story.epoch,
+        opened_at=time_of(story.opened_at_s),
+        elapsed_s=story.elapsed_s,
+        longest_gap_s=gap.elapsed_s if gap else None,
+        moved_bytes=story.moved_bytes,
+        failure=story.failure,
+        report=str(report) if report else None,
+    )
 
 
 def in_use(status: Status) -> set[WorkerId]:
@@ -177,9 +196,20 @@ def slot_view(member: MemberRecord) -> Slot:
     return Slot(worker=member.worker_id, slot=member.slot, host=member.host)
 
 
+def no_page(operation_id: str) -> None:
+    """Where no reports are kept."""
+
+
 def status_view(
-    status: Status, *, deployment: str, name: str, now_s: float, timeout_s: float
+    status: Status,
+    *,
+    deployment: str,
+    name: str,
+    now_s: float,
+    timeout_s: float,
+    page_of: Callable[[str], Path | None] = no_page,
 ) -> StatusView:
+    """`page_of` finds the report of an operation."""
     lost = status.lost_reasons()
     ranks = []
     for rank, worker in enumerate(status.in_force.worker_ids if status.in_force else ()):
@@ -196,7 +226,10 @@ def status_view(
         )
 
     def operation(record: OperationRecord | None) -> Operation | None:
-        return operation_view(record, now_s, timeout_s) if record is not None else None
+        if record is None:
+            return None
+        story = story_of(record, deployment, timeout_s, now_s=now_s)
+        return operation_view(story, page_of(record.operation_id))
 
     return StatusView(
         deployment=deployment,

@@ -14,6 +14,7 @@ from dynamo_elastic.coordinator.journal import Journal
 from dynamo_elastic.coordinator.observe import Event, EventName, Observer
 from dynamo_elastic.coordinator.records import OperationRecord, PhaseRecord
 from dynamo_elastic.errors import ParticipantFailed, PhaseTimeout
+from dynamo_elastic.logs import change_log_fields
 from dynamo_elastic.phases import Phase, Step, committed
 from dynamo_elastic.report.story import StepOutcome
 from dynamo_elastic.topology import Topology
@@ -193,6 +194,7 @@ class Progress:
 
     def _begin(self, phase: Phase) -> None:
         self._phase_began_s = self._clock()
+        change_log_fields(phase=phase)
         self.update(phase=phase, phases=(*self.record.phases, PhaseRecord(phase, self.now())))
         self._tell(EventName.BEGIN)
 

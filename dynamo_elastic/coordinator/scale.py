@@ -27,6 +27,7 @@ from dynamo_elastic.coordinator.status import Status, read_status
 from dynamo_elastic.coordinator.step_runner import StepRunner
 from dynamo_elastic.errors import ParticipantFailed, PhaseTimeout, ScaleAborted, TargetRefused
 from dynamo_elastic.failpoints import failpoint
+from dynamo_elastic.logs import log_fields
 from dynamo_elastic.phases import PHASES, Phase, PhaseSpec, phases_of
 from dynamo_elastic.topology import ScalePlan, Topology
 from dynamo_elastic.types import OperationId, WorkerId
@@ -67,9 +68,11 @@ class Scaler:
         StoreError (the operation stays as it is stored; the next leader recovers it).
         """
         failpoint("scale.before_open")
-        journal = await Journal.open(self.fenced, self.keys, self._record(request, status), status)
-        failpoint("scale.opened")
-        return await self._operation(journal).run()
+        record = self._record(request, status)
+        with log_fields(operation_id=record.operation_id, epoch=record.plan.after.epoch):
+            journal = await Journal.open(self.fenced, self.keys, record, status)
+            failpoint("scale.opened")
+            return await self._operation(journal).run()
 
     def _record(self, request: ScaleRequest, status: Status) -> OperationRecord:
         plan, now_s = request.plan, self.now()
@@ -106,9 +109,10 @@ class Scaler:
             return None
         operation = self._operation(journal)
         record = journal.record
-        if status.topology is not None and status.topology.epoch == record.plan.after.epoch:
-            return await operation.roll_forward()
-        return await operation.abort(f"the coordinator was replaced in phase {record.phase}")
+        with log_fields(operation_id=record.operation_id, epoch=record.plan.after.epoch):
+            if status.topology is not None and status.topology.epoch == record.plan.after.epoch:
+                return await operation.roll_forward()
+            return await operation.abort(f"the coordinator was replaced in phase {record.phase}")
 
     def _operation(self, journal: Journal) -> _Operation:
         record = journal.record

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -26,15 +25,16 @@ from dynamo_elastic.kubernetes.api import ApiCluster, connect
 from dynamo_elastic.kubernetes.controller import Controller, Deployment
 from dynamo_elastic.kubernetes.decide import Limits
 from dynamo_elastic.kubernetes.pods import Served
+from dynamo_elastic.logs import configure as configure_logs
 
 
 def main(argv: list[str] | None = None) -> int:
     """Control until SIGTERM or SIGINT (0), or until a setting or a record is bad (1)."""
     args = controller_parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     arm_from_environment()
     try:
         config = resolve_config(args.elastic_config, os.environ, {}).config
+        configure_logs(config.observe.log_format)
         asyncio.run(_run(config, args))
     except ElasticError as exc:
         sys.stderr.write(f"kubernetes: {exc}\n")

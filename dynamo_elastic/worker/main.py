@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -18,8 +17,11 @@ from dynamo_elastic.coordinator.records import Keys, MemberRecord, MemberState
 from dynamo_elastic.coordinator.store import check_admitted
 from dynamo_elastic.dynamo.environment import dynamo_environment, dynamo_secrets
 from dynamo_elastic.engine.client import EngineClient
-from dynamo_elastic.errors import ConfigError, StoreRefused
+from dynamo_elastic.errors import ConfigError, ResourceMissing, StoreRefused
 from dynamo_elastic.failpoints import arm_from_environment
+from dynamo_elastic.logs import configure as configure_logs
+from dynamo_elastic.metrics import WorkerMetrics
+from dynamo_elastic.metrics import serve as serve_metrics
 from dynamo_elastic.types import WorkerId
 from dynamo_elastic.worker.base import ShellParts
 from dynamo_elastic.worker.control import ElasticControl
@@ -27,8 +29,7 @@ from dynamo_elastic.worker.participant import Participant
 from dynamo_elastic.worker.presence import Presence
 from dynamo_elastic.worker.registration import registration
 from dynamo_elastic.worker.shell import Shell
-
-log = logging.getLogger(__name__)
+from dynamo_elastic.worker.traffic import TokenMeter
 
 
 def worker_id(slot: int) -> WorkerId:
@@ -50,7 +51,8 @@ async def serve(config: DeploymentConfig, slot: int) -> None:
         operation_timeout_s=config.scale.operation_timeout_s,
         token=api_token(config),
     )
-    desk, instance = registration(config, slot, control.routes())
+    metrics = WorkerMetrics()
+    desk, instance = registration(config, slot, control.routes(), TokenMeter(metrics))
     parts = ShellParts(
         worker_id=name,
         slot=slot,
@@ -68,7 +70,13 @@ async def serve(config: DeploymentConfig, slot: int) -> None:
     shell = Shell(parts, presence, participant, lease_ttl_s=config.scale.lease_ttl_s)
     try:
         await check_admitted(store, keys.topology)
-        await shell.run(stop)
+        with serve_metrics(
+            metrics,
+            config.metrics_port(slot),
+            host=config.observe.metrics_host,
+            setting="workers.metrics_port",
+        ):
+            await shell.run(stop)
     finally:
         await instance.shutdown()
         await agent.close()
@@ -78,14 +86,12 @@ async def serve(config: DeploymentConfig, slot: int) -> None:
 def main() -> None:
     """Parse arguments and run; bad settings end it with one line."""
     parser = launch_parser("worker")
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     try:
         config, own = read_launch_line(parser, sys.argv[1:], os.environ)
+        configure_logs(config.observe.log_format)
         slot = read_slot(own, config, os.environ)
         os.environ.update(dynamo_environment(config) | dynamo_secrets(config))
         arm_from_environment(worker_id(slot))
         asyncio.run(serve(config, slot))
-    except (ConfigError, StoreRefused) as exc:
+    except (ConfigError, ResourceMissing, StoreRefused) as exc:
         sys.exit(f"worker: {exc}")

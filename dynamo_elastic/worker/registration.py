@@ -12,16 +12,18 @@ from dynamo_elastic.dynamo.vllm_registrar import VllmRegistrar
 from dynamo_elastic.engine.base import SOCKET_FILE
 from dynamo_elastic.worker.participant import KV_BLOCK_TOKENS
 from dynamo_elastic.worker.requests import RequestDesk
+from dynamo_elastic.worker.traffic import TokenMeter
 
 
 def registration(
-    config: DeploymentConfig, slot: int, routes: Mapping[str, ControlRoute]
+    config: DeploymentConfig, slot: int, routes: Mapping[str, ControlRoute], meter: TokenMeter
 ) -> tuple[RequestDesk, DynamoInstance | VllmRegistrar]:
-    """The shell's desk for requests, and its registrar, which its caller shuts down."""
+    """The shell's desk for requests, which feeds `meter`, and its registrar, which its caller shuts
+    down."""
     if isinstance(config.engine, VllmEngineConfig):
         return _beside_vllm(config, slot, routes)
     engine, port = config.engine, config.system_port(slot)
-    desk = RequestDesk(engine.max_context)
+    desk = RequestDesk(engine.max_context, meter)
     spec = InstanceSpec(
         namespace=config.namespace,
         model_path=str(config.model.path),

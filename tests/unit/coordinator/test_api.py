@@ -36,6 +36,7 @@ from dynamo_elastic.coordinator.store import Put, Versioned
 from dynamo_elastic.coordinator.targets import request_scale
 from dynamo_elastic.errors import ConfigError, StoreUnavailable
 from dynamo_elastic.phases import Step
+from dynamo_elastic.report.history import History
 from dynamo_elastic.testing.certificates import Authority
 from dynamo_elastic.testing.coordination import CONFIG, SHAPE, World, world
 from dynamo_elastic.testing.deployments import asyncio_test
@@ -46,6 +47,7 @@ from dynamo_elastic.testing.store import FakeStore
 TIMEOUT_S = 30.0
 TOKEN = "token-1"
 DOCUMENT = openapi()
+NO_HISTORY = History(Path("nothing is kept"), keep=1)
 
 
 @dataclass
@@ -91,7 +93,7 @@ class Client:
 @asynccontextmanager
 async def api(here: World, name: str = "c", **settings: Any) -> AsyncIterator[Client]:
     config = ApiConfig(port=free_port(), **settings)
-    server = ApiServer(here.store, here.keys, config, CONFIG, name, token=TOKEN)
+    server = ApiServer(here.store, here.keys, config, CONFIG, name, token=TOKEN, history=NO_HISTORY)
     await server.start()
     try:
         headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -117,7 +119,8 @@ async def served(shells: int = 4) -> AsyncIterator[tuple[World, Client]]:
 
 
 def test_what_is_served_is_what_the_document_says() -> None:
-    server = ApiServer(FakeStore(), Keys("test"), ApiConfig(), CONFIG, "c", token=TOKEN)
+    keys = Keys("test")
+    server = ApiServer(FakeStore(), keys, ApiConfig(), CONFIG, "c", token=TOKEN, history=NO_HISTORY)
     app = server.app()
     served_paths = {(r.method.lower(), r.resource.canonical) for r in app.router.routes()}  # type: ignore[union-attr]
     described = {(m, path) for path, ways in DOCUMENT["paths"].items() for m in ways}
@@ -316,7 +319,7 @@ async def test_warnings_and_an_empty_deployment() -> None:
         assert (status["width"], status["owner"], status["answered_by"]) == (0, None, "me")
         route = "/v1/operations/{id}"
         missing = await client.ask("GET", "/v1/operations/x", 404, route=route)
-        assert "known are: none" in missing["error"]
+        assert "those are: none" in missing["error"]
         assert await client.ask("GET", "/openapi.json", 200) == DOCUMENT
         await client.ask("GET", "/healthz", 200)
 
@@ -414,7 +417,9 @@ async def test_over_https(tmp_path: Path) -> None:
 async def test_a_port_in_use_is_a_clear_error() -> None:
     async with world(FakeStore(), 0) as here, api(here) as client:
         taken = ApiConfig(port=int(client.url.rpartition(":")[2]))
-        server = ApiServer(here.store, here.keys, taken, CONFIG, "second", token=TOKEN)
+        server = ApiServer(
+            here.store, here.keys, taken, CONFIG, "second", token=TOKEN, history=NO_HISTORY
+        )
         with pytest.raises(ConfigError, match=r"coordinator\.api\.port: can't listen"):
             await server.start()
 

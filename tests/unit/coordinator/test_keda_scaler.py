@@ -18,6 +18,7 @@ from dynamo_elastic.coordinator.api import ApiServer
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
 from dynamo_elastic.coordinator.targets import request_scale
 from dynamo_elastic.phases import Step
+from dynamo_elastic.report.history import History
 from dynamo_elastic.testing.coordination import CONFIG, SHAPE, World, world
 from dynamo_elastic.testing.deployments import asyncio_test
 from dynamo_elastic.testing.etcd_process import free_port
@@ -68,7 +69,8 @@ async def scaler() -> AsyncIterator[tuple[World, Keda, ApiServer]]:
     example, listen, stop = load_example(), f"127.0.0.1:{free_port()}", asyncio.Event()
     config = ApiConfig(port=free_port())
     async with world(FakeStore(), 4) as here:
-        server = ApiServer(here.store, here.keys, config, CONFIG, "c", token="keda-1")
+        kept = History(Path("nothing is kept"), keep=1)
+        server = ApiServer(here.store, here.keys, config, CONFIG, "c", token="keda-1", history=kept)
         await server.start()
         leader = Coordinator(here.store, Deployment(here.keys, CONFIG, SHAPE), "leader")
         url = f"http://127.0.0.1:{config.port}"
