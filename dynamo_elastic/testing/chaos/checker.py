@@ -7,6 +7,7 @@ operation at a time, whose phases follow phases.PHASES; a topology that only its
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -259,7 +260,10 @@ def check_serving(history: History, window_s: float) -> list[Violation]:
 def _undecided(history: History) -> Iterable[Violation]:
     key, seen = f"{history.prefix}topology", history.seen
     written = [w.value for w in (*history.before, *history.writes) if w.key == key and w.value]
-    decided = {int(decode(Topology, value).epoch) for value in written}
+    decided = set()
+    for value in written:
+        with suppress(RecordError):
+            decided.add(int(decode(Topology, value).epoch))
     for epoch in sorted({s.epoch for s in seen if s.serving} - decided):
         worker = next(s.worker for s in seen if s.serving and s.epoch == epoch)
         what = f"{worker} serves epoch {epoch}, which was never decided"

@@ -47,8 +47,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class History:
-    """All of it, in order. `before` is what was stored when it began; `reference` is the text of each
-    prompt, from ranks that never scaled."""
+    """All of it, in order. `before` is what was stored when it began; `reference` is the text of
+    each prompt, from ranks that never scaled."""
 
     prefix: str
     before: list[Write] = field(default_factory=list)

@@ -129,9 +129,7 @@ class World:
         answers = [_answer(r) for r in self.load.take()]
         before = sorted(self._stored.values(), key=lambda w: w.revision)
         self._stored |= {w.key: w for w in writes}
-        return History(
-            self.deployment.keys.prefix, before, self.reference, writes, seen, answers
-        )
+        return History(self.deployment.keys.prefix, before, self.reference, writes, seen, answers)
 
 
 def _answer(result: StreamResult) -> Answer:
