@@ -8,8 +8,6 @@ are stopped until every page is there, so nothing of the server outlives the res
 from __future__ import annotations
 
 import bisect
-import ctypes
-import mmap
 import os
 import selectors
 import socket
@@ -24,43 +22,29 @@ from types import TracebackType
 
 from dynamo_elastic.errors import ImagerError, SnapshotError
 from dynamo_elastic.snapshot.criu_images import PageRange, own_pages, own_pids, pages_file
+from dynamo_elastic.snapshot.mapped_file import MappedFile
 from dynamo_elastic.snapshot.userfault import PAGE_BYTES, Userfault
 
 SOCKET = "lazy-pages.socket"
 """In CRIU's working directory: where it looks for its page server."""
 
 _THREADS = 8
-_PIECE_BYTES = 1 << 20
-"""What a thread reads before it fills: it stays in the core's cache."""
+_PIECE_BYTES = 8 << 20
 _NUMBER_BYTES = 4
 _RESTORED = 0x52535446
 """In place of a pid: all have been sent."""
 _JOIN_TIMEOUT_S = 10.0
 
 
-class _Buffer:
-    """Memory to read into, and its address."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _PIECE_BYTES)
-        self._view = memoryview(self._memory)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-
-    def read(self, fd: int, offset: int, size_bytes: int) -> None:
-        """Raises SnapshotError if the file ends before that."""
-        if os.preadv(fd, [self._view[:size_bytes]], offset) != size_bytes:
-            raise SnapshotError(f"a file of pages ends before {offset + size_bytes} bytes")
-
-
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """One process being filled. `pid`: in the image; `ranges`: by address; `pages_fd`: their
+    """One process being filled. `pid`: in the image; `ranges`: by address; `pages`: their
     content."""
 
     pid: int
     memory: Userfault
     ranges: list[PageRange]
-    pages_fd: int
+    pages: MappedFile
 
     def pieces(self) -> Iterator[PageRange]:
         for r in self.ranges:
@@ -68,27 +52,29 @@ class _Process:
                 size = min(_PIECE_BYTES, r.size_bytes - at)
                 yield PageRange(r.address + at, size, r.offset + at)
 
-    def fill(self, piece: PageRange, buffer: _Buffer) -> None:
-        buffer.read(self.pages_fd, piece.offset, piece.size_bytes)
-        self.memory.copy(piece.address, buffer.address, piece.size_bytes)
+    def fill(self, piece: PageRange) -> None:
+        if piece.offset + piece.size_bytes > self.pages.size_bytes:
+            raise SnapshotError(f"the file of pages ends at {self.pages.size_bytes} bytes")
+        self.pages.prepare(piece.offset, piece.size_bytes)
+        self.memory.copy(piece.address, self.pages.address + piece.offset, piece.size_bytes)
 
-    def fill_page(self, address: int, buffer: _Buffer) -> None:
+    def fill_page(self, address: int) -> None:
         """The page that somebody waits for; zeros if the image does not have it."""
         at = bisect.bisect_right(self.ranges, address, key=lambda r: r.address) - 1
         if at < 0 or address >= self.ranges[at].address + self.ranges[at].size_bytes:
             self.memory.zero(address)
             return
         offset = self.ranges[at].offset + address - self.ranges[at].address
-        self.fill(PageRange(address, PAGE_BYTES, offset), buffer)
+        self.fill(PageRange(address, PAGE_BYTES, offset))
 
-    def serve(self, buffer: _Buffer) -> None:
+    def serve(self) -> None:
         """The pages that threads wait for now."""
         for address in self.memory.faults():
-            self.fill_page(address, buffer)
+            self.fill_page(address)
 
     def close(self) -> None:
         self.memory.close()
-        os.close(self.pages_fd)
+        self.pages.close()
 
 
 class PageServer:
@@ -99,7 +85,6 @@ class PageServer:
         self._images = images
         self._work_dir = work_dir
         self._processes: list[_Process] = []
-        self._buffer = _Buffer()
         self._all_sent = threading.Event()
         self._failure: Exception | None = None
         self._selector = selectors.DefaultSelector()
@@ -153,14 +138,13 @@ class PageServer:
         return sum(sizes)
 
     def _fill(self, work: Iterator[tuple[_Process, PageRange]], deadline: float) -> int:
-        buffer = _Buffer()
         size_bytes = 0
         for process, piece in work:
             self.check()
             if time.monotonic() > deadline:
                 raise _failed("the pages were not in place before the deadline")
             try:
-                process.fill(piece, buffer)
+                process.fill(piece)
             except (OSError, SnapshotError) as exc:
                 raise _failed(f"at {piece.address:#x}: {exc}") from exc
             size_bytes += piece.size_bytes
@@ -211,13 +195,13 @@ class PageServer:
         memory = Userfault(fds[0])
         try:
             ranges = own_pages(self._images, pid)
-            pages_fd = os.open(pages_file(self._images, pid), os.O_RDONLY)
+            pages = MappedFile(pages_file(self._images, pid))
         except BaseException:
             memory.close()
             raise
-        process = _Process(pid, memory, ranges, pages_fd)
+        process = _Process(pid, memory, ranges, pages)
         self._processes.append(process)
-        self._watch(memory, partial(process.serve, self._buffer))
+        self._watch(memory, process.serve)
 
     def _close_sockets(self) -> None:
         for file in self._sockets:

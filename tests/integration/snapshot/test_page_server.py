@@ -165,7 +165,7 @@ def test_pages_that_can_not_be_read_any_more(
 ) -> None:
     with (
         at("restore.before_fill", lambda: cut_pages(world, manifest)),
-        pytest.raises(ImagerError, match=r"page server .*ends before"),
+        pytest.raises(ImagerError, match=r"page server .*Bad address"),
     ):
         world.restore(manifest, namespace)
     assert namespace.processes() == ()
