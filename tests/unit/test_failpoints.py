@@ -15,6 +15,7 @@ import pytest
 from dynamo_elastic.failpoints import (
     HITS_FILE,
     KILL_ONCE_DIR,
+    TRACE_FILE,
     FailpointError,
     arm_from_environment,
     failpoint,
@@ -37,6 +38,14 @@ def test_an_error_is_raised_once_and_noted(armed: Path) -> None:
         failpoint("here")
     failpoint("here")
     assert (armed / HITS_FILE).read_text() == "slot1 here error\n"
+
+
+def test_what_is_passed_is_traced_where_that_is_wanted(armed: Path) -> None:
+    failpoint("before")
+    (armed / TRACE_FILE).touch()
+    for _ in range(2):
+        failpoint("here")
+    assert (armed / TRACE_FILE).read_text() == "slot1 here\n"
 
 
 def test_another_scope_is_left_alone(armed: Path) -> None:
