@@ -40,7 +40,7 @@ BUFFER_MODEL = replace(SMALL_SHAPE, hidden_size=2048, num_hidden_layers=2)
 """The smallest hidden size that NIXL EP has kernels for."""
 TILE = TileSize(batch_tokens=16, max_context=32)
 _BLOCKS = 16
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 20.0
 
 
 class Bf16HostStore(HostStore):
@@ -184,13 +184,15 @@ class BufferRanks:
         ranks: Sequence[BufferRank],
         spoil: Callable[[Sequence[BufferGroup]], object],
         *,
-        timeout_s: float = 0.3,
+        timeout_s: float = _TIMEOUT_S,
     ) -> list[BaseException | None]:
         """The next epoch of `ranks`, whose groups `spoil` was let at before they connect, is
         aborted. Returns what each rank's connect raised."""
         groups = self._open(ranks)
         spoil(groups)
-        failures = [f.exception(_TIMEOUT_S) for _, _, f in self._connect(ranks, groups, timeout_s)]
+        failures = [
+            f.exception(2 * _TIMEOUT_S) for _, _, f in self._connect(ranks, groups, timeout_s)
+        ]
         for rank, group in zip(ranks, groups, strict=True):
             group.close()
             rank.do(rank.let_go)

@@ -58,12 +58,19 @@ def answer(rank: BufferRank, name: str) -> tuple[int, ...]:
     return rank.tokens(name)
 
 
-def silent_in_connect(to: Sequence[int] = ()) -> Callable[[Sequence[BufferGroup]], None]:
+def silent_in_connect(
+    world: FakeExpertWorld, to: Sequence[int] = ()
+) -> Callable[[Sequence[BufferGroup]], None]:
     """The last rank meets the others, and then its buffer answers only the seats in `to`."""
 
     def spoil(groups: Sequence[BufferGroup]) -> None:
         buffer: Any = groups[-1].buffer
         connect = buffer.connect
+        world.silent |= {
+            (int(buffer.metadata()), serial)
+            for serial, other in world.buffers.items()
+            if other.rank not in to
+        }
 
         def some(peers: dict[Rank, bytes], *, timeout_s: float) -> None:
             connect({r: p for r, p in peers.items() if r in to}, timeout_s=timeout_s)
@@ -88,7 +95,7 @@ def test_a_joiner_that_never_comes_costs_no_buffer(ranks: BufferRanks, new: New)
         group._tell_all = lambda said, deadline: {}
 
     for spoil in (never, stops_after_hello):
-        failures = ranks.abort([first, second], spoil)
+        failures = ranks.abort([first, second], spoil, timeout_s=0.4)
         assert isinstance(failures[0], PeerLost)
         assert not isinstance(failures[0], PeerUnreachable)
         assert first.buffer is buffer
@@ -107,7 +114,7 @@ def test_one_that_is_lost_in_the_connect_costs_a_buffer(
     ranks.switch([first])
     expected = answer(first, "alone")
     ask(first, "stream", 16)
-    failures = ranks.abort([first, second], silent_in_connect())
+    failures = ranks.abort([first, second], silent_in_connect(world))
     assert isinstance(failures[0], PeerUnreachable)
     spent = first.buffer
     assert not spent.can_connect
@@ -117,7 +124,7 @@ def test_one_that_is_lost_in_the_connect_costs_a_buffer(
     # Again and again: what was made for an epoch that came to nothing goes.
     for attempt in range(2):
         third = new(2, range(HALF))
-        ranks.abort([first, third], silent_in_connect())
+        ranks.abort([first, third], silent_in_connect(world))
         assert first.buffer is spent
         assert answer(first, f"attempt{attempt}") == expected
     fresh = new(3, range(HALF, EXPERTS))
@@ -136,12 +143,14 @@ def test_one_that_is_lost_in_the_connect_costs_a_buffer(
     assert mine == [first.buffer]
 
 
-def test_all_take_a_fresh_buffer_if_one_has_to(ranks: BufferRanks, new: New) -> None:
+def test_all_take_a_fresh_buffer_if_one_has_to(
+    world: FakeExpertWorld, ranks: BufferRanks, new: New
+) -> None:
     first, second = new(0, range(EXPERTS)), new(1, range(HALF))
     ranks.switch([first])
     expected = answer(first, "alone")
     ranks.switch([first, second])
-    failures = ranks.abort([first, second, new(2, ())], silent_in_connect(to=[1]))
+    failures = ranks.abort([first, second, new(2, ())], silent_in_connect(world, to=[1]))
     assert isinstance(failures[0], PeerUnreachable)
     assert failures[1] is None
     assert [r.buffer.can_connect for r in (first, second)] == [False, True]
@@ -155,11 +164,13 @@ def test_all_take_a_fresh_buffer_if_one_has_to(ranks: BufferRanks, new: New) -> 
         assert PeerState.ACTIVE in rank.buffer.states.values()
 
 
-def test_ranks_that_only_stay_need_no_fresh_buffer(ranks: BufferRanks, new: New) -> None:
+def test_ranks_that_only_stay_need_no_fresh_buffer(
+    world: FakeExpertWorld, ranks: BufferRanks, new: New
+) -> None:
     first, second = new(0, range(EXPERTS)), new(1, range(HALF))
     ranks.switch([first, second])
     expected = answer(first, "before")
-    ranks.abort([first, second, new(2, ())], silent_in_connect())
+    ranks.abort([first, second, new(2, ())], silent_in_connect(world))
     spent = first.buffer
     assert not spent.can_connect
     ranks.switch([first])
@@ -167,10 +178,12 @@ def test_ranks_that_only_stay_need_no_fresh_buffer(ranks: BufferRanks, new: New)
     assert answer(first, "after") == expected
 
 
-def test_an_engine_closes_a_buffer_that_is_spent(ranks: BufferRanks, new: New) -> None:
+def test_an_engine_closes_a_buffer_that_is_spent(
+    world: FakeExpertWorld, ranks: BufferRanks, new: New
+) -> None:
     first, second = new(0, range(EXPERTS)), new(1, range(HALF))
     ranks.switch([first, second])
-    ranks.abort([first, second, new(2, ())], silent_in_connect())
+    ranks.abort([first, second, new(2, ())], silent_in_connect(world))
     ranks.switch([first])
     for rank in (first, second):
         rank.do(partial(rank.loop.disconnect, ranks.epoch))
