@@ -192,6 +192,13 @@ class SnapshotConfig(Section):
     """Images of any deployment that were not used for so long go."""
     quarantine_s: Seconds = 600.0
     """An image that failed to restore twice is not tried for so long."""
+    signing_key: Path | None = None
+    """Ed25519 key (PEM, yours alone, 0600) that signs images made here; those that it signed run
+    here. Default: of the host, beside the catalog (its name with .key), made at the first use."""
+    trusted_keys: tuple[Path, ...] = ()
+    """Public keys (PEM) of others whose images run here, too."""
+    allow_unsigned: bool = False
+    """Images that nobody signed run here. An image is code: whoever can bring one here is root."""
     parked: ParkedConfig = ParkedConfig()
 
 

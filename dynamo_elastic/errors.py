@@ -43,6 +43,8 @@
     - SnapshotNotFound
     - SnapshotInUse            somebody holds the snapshot or the catalog; nothing was changed
     - SnapshotDamaged          a file is missing, altered, or not ours; nothing was run
+      . SnapshotNewer          a newer version wrote it: not for this one to read or remove
+    - SnapshotUntrusted        nobody whom we trust has signed it; nothing was run
     - SnapshotMismatch         the fingerprint does not fit; carries .mismatches
     - NotQuiescent             the process holds what an image must not; carries .findings
     - ImagerError              CRIU failed; carries .argv, .returncode and .log_tail
@@ -319,6 +321,14 @@ class SnapshotInUse(SnapshotError):
 
 class SnapshotDamaged(SnapshotError):
     """A file of the snapshot is missing, altered, or not ours; nothing of it was run."""
+
+
+class SnapshotNewer(SnapshotDamaged):
+    """A newer version of this program wrote it; nothing was run, and it is not ours to remove."""
+
+
+class SnapshotUntrusted(SnapshotError):
+    """Nobody whom this host trusts has signed the snapshot as it is; nothing of it was run."""
 
 
 class SnapshotMismatch(SnapshotError):

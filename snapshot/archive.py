@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import stat
@@ -16,6 +17,7 @@ from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.checks import file_findings
 from dynamo_elastic.snapshot.manifest import MANIFEST_FILE, Manifest, decode
+from dynamo_elastic.snapshot.signing import SIGNATURE_FILE
 
 _WRITABLE_BY_OTHERS = 0o022
 _MAX_MANIFEST_BYTES = 4 << 20
@@ -28,7 +30,8 @@ def export_image(catalog: Catalog, image_id: str, target: Path) -> Manifest:
     with catalog.hold(image_id), _created(target) as file:
         directory = catalog.verify(manifest)
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
-            for name in (MANIFEST_FILE, *(f.name for f in manifest.files)):
+            signature = (SIGNATURE_FILE,) if catalog.signed_by(image_id) else ()
+            for name in (MANIFEST_FILE, *signature, *(f.name for f in manifest.files)):
                 failpoint("catalog.export.before_file")
                 archive.add(directory / name, f"{image_id}/{name}", recursive=False)
     return manifest
@@ -56,12 +59,13 @@ def _created(target: Path) -> Iterator[IO[bytes]]:
 def import_image(
     catalog: Catalog, source: Path, check: Callable[[Manifest], None] = lambda _: None
 ) -> Manifest:
-    """The image in `source` is in the catalog, every byte checked. `check` sees its manifest first
-    and may refuse it by raising.
+    """The image in `source` is in the catalog, every byte checked, with the signature that it has:
+    that must be of somebody whom the catalog trusts. `check` sees its manifest first and may refuse
+    it by raising.
 
     Raises SnapshotDamaged if the file is not ours alone to write, or holds anything but one whole
-    image of plain files; SnapshotError if the image exists already or the disk does not take it.
-    Then the catalog is as it was.
+    image of plain files; SnapshotUntrusted; SnapshotError if the image exists already or the disk
+    does not take it. Then the catalog is as it was.
     """
     with _opened(source) as archive:
         members = _members(archive, source)
@@ -73,14 +77,18 @@ def import_image(
         if manifest.image_id != image_id:
             raise SnapshotDamaged(f"{source}: holds the manifest of {manifest.image_id}")
         check(manifest)
+        signature, members = _signature(archive, members, source)
+        catalog.trust.check(data, signature, str(source))
         with catalog.draft(image_id) as draft:
             _extract(archive, members, manifest, draft.directory, source)
+            if signature is not None:
+                (draft.directory / SIGNATURE_FILE).write_bytes(signature)
             failpoint("catalog.import.extracted")
             catalog.seal(draft)
             found = tuple(file_findings(draft.directory, manifest))
             if found:
                 raise SnapshotDamaged(f"{source}: {'; '.join(found)}")
-            return catalog.publish(draft, manifest)
+            return catalog.publish(draft, manifest, signed=False)
 
 
 @contextmanager
@@ -140,6 +148,19 @@ def _read(archive: tarfile.TarFile, member: tarfile.TarInfo, source: Path) -> by
         raise SnapshotDamaged(f"{source}: {member.name} is too large for a manifest")
     file = archive.extractfile(member)
     return file.read() if file is not None else b""
+
+
+def _signature(
+    archive: tarfile.TarFile, members: Iterator[tuple[str, tarfile.TarInfo]], source: Path
+) -> tuple[bytes | None, Iterator[tuple[str, tarfile.TarInfo]]]:
+    """What comes after the manifest, if that is its signature, and the members after it."""
+    following = next(members, None)
+    if following is None:
+        return None, members
+    image_id, member = following
+    if member.name != f"{image_id}/{SIGNATURE_FILE}":
+        return None, itertools.chain([following], members)
+    return _read(archive, member, source), members
 
 
 def _extract(

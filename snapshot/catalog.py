@@ -2,8 +2,8 @@
 
 CATALOG/                 0700, ours
   .lock                         held for as long as names change
-  slot2-20260801T101500-3f9a/   0700; one image: CRIU's files and manifest.json. Its readers hold a
-                                shared lock on it. Its time is that of its last use.
+  slot2-20260801T101500-3f9a/   0700; one image: CRIU's files, manifest.json and manifest.sig. Its
+                                readers hold a shared lock on it. Its time is that of its last use.
   .partial-.../                 an image being written or removed; never listed. Locked by its
                                 writer: without a lock it is what a dead one left.
 """
@@ -30,9 +30,11 @@ from dynamo_elastic.snapshot.checks import (
     file_findings,
     private_directory,
     read_manifest,
+    read_signature,
 )
 from dynamo_elastic.snapshot.locks import Hold, locked_file
 from dynamo_elastic.snapshot.manifest import MANIFEST_FILE, ImageFile, Manifest, encode, sealed
+from dynamo_elastic.snapshot.signing import SIGNATURE_FILE, Trust, host_key, signed_by
 
 _PARTIAL = ".partial-"
 _LOCK_FILE = ".lock"
@@ -60,10 +62,13 @@ def _storing(path: Path, act: str) -> Iterator[None]:
 
 class Catalog:
     """The images of one host. A catalog that does not exist yet is empty; the first image makes it.
-    Raises SnapshotDamaged if the directory is not private to us."""
+    Raises SnapshotDamaged if the directory is not private to us.
 
-    def __init__(self, root: Path) -> None:
+    `trust`: who may have signed what runs here; by default this host, with the key beside it."""
+
+    def __init__(self, root: Path, trust: Trust | None = None) -> None:
         self.root = root.absolute()
+        self.trust = trust or Trust(host_key(self.root), make=True)
         if self._exists():
             private_directory(self.root)
 
@@ -103,6 +108,33 @@ class Catalog:
             private_directory(directory)
         return directory
 
+    def signed_by(self, image_id: str) -> str:
+        """The key that its signature names, '' without one. Raises like inspect()."""
+        directory = self.directory(image_id)
+        with self._unless_gone(image_id):
+            return signed_by(read_signature(directory), str(directory))
+
+    def check_trust(self, image_id: str) -> None:
+        """Return if somebody whom we trust has signed it. Raises SnapshotUntrusted, and what
+        inspect() raises."""
+        directory = self.directory(image_id)
+        with self._unless_gone(image_id):
+            signature = read_signature(directory)
+        self.trust.check(encode(self.inspect(image_id)), signature, str(directory))
+
+    def sign(self, image_id: str) -> None:
+        """Sign an image, every byte checked, with our key. Raises what verify() raises but for the
+        signature that it had."""
+        manifest = self.inspect(image_id)
+        with self.hold(image_id):
+            directory = self._sound(manifest)
+            signature = self.trust.sign(encode(manifest))
+            partial = self.root / f"{_PARTIAL}{image_id}.sig"
+            with _storing(partial, "written"):
+                _write_private(partial, signature)
+                partial.rename(directory / SIGNATURE_FILE)
+                _sync(directory)
+
     def findings(self, image_id: str) -> tuple[str, ...]:
         """All that is wrong with an image, every byte read; () if nothing is. Raises
         SnapshotNotFound."""
@@ -113,8 +145,14 @@ class Catalog:
             return (str(exc),)
 
     def verify(self, manifest: Manifest) -> Path:
-        """Every byte is what was written, and nothing else is there; returns the directory.
-        Raises SnapshotDamaged naming all that is wrong."""
+        """Somebody whom we trust has signed `manifest`, every byte is what it says, and nothing
+        else is there; returns the directory. Raises SnapshotUntrusted, or SnapshotDamaged naming
+        all that is wrong."""
+        directory = self.directory(manifest.image_id)
+        self.trust.check(encode(manifest), read_signature(directory), str(directory))
+        return self._sound(manifest)
+
+    def _sound(self, manifest: Manifest) -> Path:
         directory = self.directory(manifest.image_id)
         found = tuple(file_findings(directory, manifest))
         if found:
@@ -181,16 +219,18 @@ class Catalog:
                 files.append(ImageFile(path.name, path.stat().st_size, digest_file(path)))
         return tuple(files)
 
-    def publish(self, draft: Draft, manifest: Manifest) -> Manifest:
+    def publish(self, draft: Draft, manifest: Manifest, *, signed: bool = True) -> Manifest:
         """The image exists: manifest last, then one rename; returns the manifest as it is stored.
+        It is signed with our key, unless not `signed`: then it keeps the signature in the draft.
         Raises SnapshotError, and the image does not exist."""
         path = draft.directory / MANIFEST_FILE
+        data = encode(manifest)
         failpoint("catalog.publish.begin")
         with _storing(path, "written"):
-            path.write_bytes(encode(manifest))
-            path.chmod(0o600)
+            if signed:
+                _write_private(draft.directory / SIGNATURE_FILE, self.trust.sign(data))
+            _write_private(path, data)
             failpoint("catalog.publish.manifest_written")
-            _sync(path)
             _sync(draft.directory)
         final = self.root / manifest.image_id
         with self._changing(), _storing(final, "made"):
@@ -309,6 +349,14 @@ class Catalog:
 
 def _in_use(image_id: str) -> SnapshotInUse:
     return SnapshotInUse(f"snapshot {image_id} is in use by an engine or a restore")
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    """A file of ours alone, durable."""
+    path.touch(mode=0o600)
+    path.write_bytes(data)
+    path.chmod(0o600)
+    _sync(path)
 
 
 def _sync(path: Path) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import xxhash
+from blake3 import blake3
 
 from dynamo_elastic.errors import SnapshotDamaged
-from dynamo_elastic.snapshot.manifest import MANIFEST_FILE, ImageFile, Manifest, decode
+from dynamo_elastic.snapshot.manifest import (
+    MANIFEST_FILE,
+    SCHEMA_VERSION,
+    ImageFile,
+    Manifest,
+    decode,
+)
+from dynamo_elastic.snapshot.signing import MOST_SIGNATURE_BYTES, SIGNATURE_FILE
 
-PIECE_BYTES = 64 << 20
-_MAX_THREADS = 8
 _FOREIGN_BITS = 0o077
 
 
@@ -48,25 +51,9 @@ def _check_private(path: Path, wanted: Callable[[int], bool], kind: str) -> os.s
 
 
 def digest_file(path: Path) -> str:
-    """xxh3_128 of a file's bytes, in hex; of a file of more than PIECE_BYTES that of its pieces'
-    digests, which are made side by side: a restore waits for them."""
-    with path.open("rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes == 0:
-            return xxhash.xxh3_128(b"").hexdigest()
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
-            if size_bytes <= PIECE_BYTES:
-                return xxhash.xxh3_128(view).hexdigest()
-            return xxhash.xxh3_128(b"".join(_pieces(view))).hexdigest()
-
-
-def _pieces(data: memoryview) -> list[bytes]:
-    def digest(start: int) -> bytes:
-        with data[start : start + PIECE_BYTES] as piece:
-            return xxhash.xxh3_128(piece).digest()  # without the interpreter's lock
-
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-        return list(threads.map(digest, range(0, len(data), PIECE_BYTES)))
+    """BLAKE3 of a file's bytes, in hex, on all cores: a restore waits for it. Nobody can make another
+    file with the same one, so who signs it signs the file."""
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -76,9 +63,25 @@ def read_manifest(directory: Path) -> Manifest:
     return decode(path.read_bytes(), str(path))
 
 
+def read_signature(directory: Path) -> bytes | None:
+    """The signature beside a manifest, None if there is none. Raises SnapshotDamaged."""
+    path = directory / SIGNATURE_FILE
+    if not os.path.lexists(path):
+        return None
+    private_file(path)
+    with path.open("rb") as file:
+        return file.read(MOST_SIGNATURE_BYTES)
+
+
 def file_findings(directory: Path, manifest: Manifest) -> Iterator[str]:
     """Everything that is wrong with the files: one line each, naming the file."""
-    known = {file.name for file in manifest.files} | {MANIFEST_FILE}
+    if manifest.schema_version != SCHEMA_VERSION:
+        yield (
+            f"{directory}: written in schema {manifest.schema_version}, images of {SCHEMA_VERSION} "
+            "run: create the image anew"
+        )
+        return
+    known = {file.name for file in manifest.files} | {MANIFEST_FILE, SIGNATURE_FILE}
     strange = sorted({path.name for path in directory.iterdir()} - known)
     if strange:
         yield f"{directory}: unknown files {', '.join(strange)}"

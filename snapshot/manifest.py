@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
+from blake3 import blake3
 from pydantic import TypeAdapter, ValidationError
 
-from dynamo_elastic.errors import SnapshotDamaged
+from dynamo_elastic.errors import SnapshotDamaged, SnapshotNewer
 from dynamo_elastic.snapshot.fingerprint import Fingerprint
 from dynamo_elastic.snapshot.sizes import ImageSizes
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
+OLDEST_VERSION = 4
+"""4: digests were xxh3, which tells accidents, not attacks. Can be listed, not run."""
 MANIFEST_FILE = "manifest.json"
 
 
@@ -70,12 +74,16 @@ class Manifest:
 
 
 _ADAPTER = TypeAdapter(Manifest)
+_DIGESTS: dict[int, Callable[[bytes], str]] = {
+    4: lambda data: xxhash.xxh3_128(data).hexdigest(),
+    5: lambda data: blake3(data).hexdigest(),
+}
 
 
 def sealed(manifest: Manifest) -> Manifest:
     """The manifest with its own digest."""
     bare = replace(manifest, digest="")
-    return replace(bare, digest=xxhash.xxh3_128(_ADAPTER.dump_json(bare)).hexdigest())
+    return replace(bare, digest=_DIGESTS[manifest.schema_version](_ADAPTER.dump_json(bare)))
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -83,12 +91,18 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Raises SnapshotDamaged naming `where`, also if one byte is not what encode() made."""
+    """Raises SnapshotDamaged naming `where`, also if one byte is not what encode() made; then
+    SnapshotNewer if a newer version of ours made it."""
     schema = _schema_of(data)
-    if schema is not None and schema != SCHEMA_VERSION:
+    known = f"this version reads {OLDEST_VERSION} to {SCHEMA_VERSION}"
+    if isinstance(schema, int) and schema > SCHEMA_VERSION:
+        raise SnapshotNewer(
+            f"{where}: written in schema {schema}, {known}: upgrade dynamo_elastic, or create the "
+            "image anew"
+        )
+    if schema is not None and schema not in _DIGESTS:
         raise SnapshotDamaged(
-            f"{where}: written in schema {schema}, this version reads {SCHEMA_VERSION}: "
-            "remove it and create the image anew"
+            f"{where}: written in schema {schema}, {known}: remove it and create the image anew"
         )
     try:
         manifest = _ADAPTER.validate_json(data)

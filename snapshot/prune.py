@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dynamo_elastic.errors import SnapshotInUse, SnapshotNotFound
+from dynamo_elastic.errors import SnapshotInUse, SnapshotNewer, SnapshotNotFound
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.manifest import Manifest
 
@@ -109,6 +109,8 @@ def prune(catalog: Catalog, bounds: Bounds, judge: Judge, *, dry_run: bool = Fal
     candidates: list[Candidate] = []
     doomed: list[Eviction] = []
     for image_id, entry in catalog.entries().items():
+        if isinstance(entry, SnapshotNewer):
+            continue  # of a newer version that was here, and may be again
         if not isinstance(entry, Manifest):
             doomed.append(Eviction(image_id, f"damaged: {entry}"))
             continue

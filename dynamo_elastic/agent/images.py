@@ -64,12 +64,13 @@ class Images:
         return self._boots.fingerprint(slot, criu=self._imager.version())
 
     def find(self, slot: int) -> Manifest | None:
-        """The newest image of `slot` that fits and is not in quarantine."""
+        """The newest image of `slot` that fits, is trusted and is not in quarantine."""
         here = self.fingerprint(slot)
 
         def usable(manifest: Manifest) -> bool:
             fits = not mismatches(manifest.fingerprint, here)
-            return fits and not self._quarantine.reason(manifest.image_id)
+            tried = fits and not self._quarantine.reason(manifest.image_id)
+            return tried and not self._distrust(manifest)
 
         return self._catalog.newest(slot, usable)
 
@@ -78,7 +79,8 @@ class Images:
         return manifest.image_id if manifest is not None else ""
 
     def obstacle(self, slot: int) -> Obstacle | None:
-        """Why no image of `slot` can be restored: there is none, it failed, or how it differs."""
+        """Why no image of `slot` can be restored: there is none, how it differs, nobody whom we
+        trust signed it, or it failed."""
         if self.find(slot) is not None:
             return None
         here = self.fingerprint(slot)
@@ -89,8 +91,19 @@ class Images:
         differences = mismatches(last.fingerprint, here)
         if differences:
             return Obstacle(Why.MISFIT, f"{last.image_id} does not fit: {'; '.join(differences)}")
+        distrust = self._distrust(last)
+        if distrust:
+            return Obstacle(Why.UNTRUSTED, distrust)
         reason = self._quarantine.reason(last.image_id)
         return Obstacle(Why.QUARANTINED, f"{last.image_id} is {reason}")
+
+    def _distrust(self, manifest: Manifest) -> str:
+        """Why that image is not to be run, whatever else it is; '' if it may."""
+        try:
+            self._catalog.check_trust(manifest.image_id)
+        except SnapshotError as exc:
+            return str(exc)
+        return ""
 
     def restore(self, slot: int, namespace: Namespace, *, timeout_s: float) -> RunningImage:
         """Run the newest image of `slot` that may be tried, and hold it until release(slot). A

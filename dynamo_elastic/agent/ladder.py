@@ -16,6 +16,8 @@ class Why(StrEnum):
     ABSENT = "absent"
     MISFIT = "misfit"
     """What there is was made for another world."""
+    UNTRUSTED = "untrusted"
+    """Nobody whom this host trusts has signed it."""
     QUARANTINED = "quarantined"
     UNUSABLE = "unusable"
     """The host can't do it."""

@@ -11,12 +11,14 @@ from dynamo_elastic.agent.images import Images, Progress
 from dynamo_elastic.agent.ladder import Why
 from dynamo_elastic.agent.rehearse import rehearse
 from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.config_sections import SnapshotConfig
 from dynamo_elastic.engine.launch import engine_argv
 from dynamo_elastic.errors import ElasticError, SnapshotError
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.criu import Criu
 from dynamo_elastic.snapshot.gpu import Gpu, open_gpu
 from dynamo_elastic.snapshot.manifest import Manifest
+from dynamo_elastic.snapshot.signing import Trust, host_key
 
 _DISABLED = "snapshots are off (snapshot.enabled)"
 
@@ -24,9 +26,23 @@ _DISABLED = "snapshots are off (snapshot.enabled)"
 def open_images(
     config: DeploymentConfig, argv_of: EngineArgv = engine_argv, gpu: Gpu | None = None
 ) -> Images:
-    """Raises ResourceMissing (no root, no CRIU, too old) or SnapshotError (the catalog)."""
+    """Raises ResourceMissing (no root, no CRIU, too old), or what open_catalog() raises."""
     here = open_gpu() if gpu is None else gpu
-    return Images(config, Criu.find(), Catalog(config.snapshot.catalog), argv_of, here)
+    return Images(config, Criu.find(), open_catalog(config.snapshot), argv_of, here)
+
+
+def open_catalog(settings: SnapshotConfig) -> Catalog:
+    """The catalog, and whose images run from it. Raises ConfigError for a key that can't be used,
+    or SnapshotError."""
+    catalog = settings.catalog.absolute()
+    trust = Trust(
+        settings.signing_key or host_key(catalog),
+        make=settings.signing_key is None,
+        trusted_keys=settings.trusted_keys,
+        allow_unsigned=settings.allow_unsigned,
+    )
+    trust.check_keys()
+    return Catalog(catalog, trust)
 
 
 def images_or_reason(

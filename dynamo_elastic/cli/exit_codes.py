@@ -9,10 +9,12 @@ from dynamo_elastic.errors import (
     SnapshotInUse,
     SnapshotMismatch,
     SnapshotNotFound,
+    SnapshotUntrusted,
     TargetSuperseded,
 )
 
 FAILED, BAD_INPUT, NOT_FOUND, DAMAGED, DOES_NOT_FIT, IN_USE, SUPERSEDED = 1, 2, 3, 4, 5, 6, 7
+UNTRUSTED = 8
 
 _CODES: dict[type[ElasticError], int] = {
     ConfigError: BAD_INPUT,
@@ -20,6 +22,7 @@ _CODES: dict[type[ElasticError], int] = {
     SnapshotDamaged: DAMAGED,
     SnapshotMismatch: DOES_NOT_FIT,
     SnapshotInUse: IN_USE,
+    SnapshotUntrusted: UNTRUSTED,
     TargetSuperseded: SUPERSEDED,
 }
 

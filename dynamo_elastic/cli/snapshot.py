@@ -1,5 +1,5 @@
 """`dynamo-elastic snapshot create | list | inspect | verify | restore | rm | prune | export |
-import`. Exit codes: cli/exit_codes.py."""
+import | sign | keygen`. Exit codes: cli/exit_codes.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from dynamo_elastic.agent.images import bounds
-from dynamo_elastic.agent.open_images import create_images, open_images
+from dynamo_elastic.agent.open_images import create_images, open_catalog, open_images
 from dynamo_elastic.agent.rehearse import rehearse
 from dynamo_elastic.cli.images import print_images, print_json, print_manifest, progress, summary
 from dynamo_elastic.config import DeploymentConfig, load_config, snapshot_settings
@@ -21,6 +21,7 @@ from dynamo_elastic.errors import (
     ResourceMissing,
     SnapshotDamaged,
     SnapshotMismatch,
+    SnapshotUntrusted,
 )
 from dynamo_elastic.snapshot.archive import export_image, import_image
 from dynamo_elastic.snapshot.catalog import Catalog
@@ -29,6 +30,7 @@ from dynamo_elastic.snapshot.fingerprint import machine_mismatches, mismatches
 from dynamo_elastic.snapshot.locks import remove_abandoned
 from dynamo_elastic.snapshot.manifest import Manifest
 from dynamo_elastic.snapshot.prune import Judgement, prune
+from dynamo_elastic.snapshot.signing import make_key
 
 app = typer.Typer(help="Images of warm engines: make, list, check, try, move, delete.")
 
@@ -85,12 +87,16 @@ def list_images(file: MaybeFile = None, as_json: AsJson = False) -> None:
 @app.command()
 def inspect(image: Image, file: MaybeFile = None, as_json: AsJson = False) -> None:
     """Show what an image is, and whether it fits here (with -f: this deployment, too)."""
-    manifest = _catalog(file).inspect(image)
-    differences = _differences(file)(manifest)
+    catalog = _catalog(file)
+    manifest = catalog.inspect(image)
+    differences, distrust = _differences(file)(manifest), _distrust(catalog, image)
     if as_json:
-        print_json({**asdict(manifest), "mismatches": differences})
+        signed_by = catalog.signed_by(image)
+        trust = {"signed_by": signed_by, "distrust": distrust}
+        print_json({**asdict(manifest), **trust, "mismatches": differences})
     else:
         print_manifest(manifest)
+        typer.echo(distrust or f"signed by key {catalog.signed_by(image) or 'none'}, trusted here")
         fits = "it fits here" if not differences else f"does not fit: {'; '.join(differences)}"
         typer.echo(fits)
 
@@ -104,8 +110,9 @@ def verify(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check every byte, owner, mode and link of images, and whether they fit here. With --restore a
-    copy of each comes to life beside everything else, computes its probe again, and is ended."""
+    """Check every byte, owner, mode, link and signature of images, and whether they fit here. With
+    --restore a copy of each comes to life beside everything else, computes its probe again, and is
+    ended."""
     if restore and file is None:
         raise ConfigError(["--restore: needs the deployment; name it with -f"])
     catalog, differences = _catalog(file), _differences(file)
@@ -125,6 +132,8 @@ def verify(
     damaged = [line for lines in found.values() for line in lines]
     if damaged:
         raise SnapshotDamaged("; ".join(damaged))
+    for image in found:
+        catalog.check_trust(image)
     for image, lines in unfit.items():
         if lines:
             raise SnapshotMismatch(image, lines)
@@ -224,6 +233,38 @@ def import_archive(
         print_images({manifest.image_id: manifest})
 
 
+@app.command()
+def sign(image: Image, file: MaybeFile = None, as_json: AsJson = False) -> None:
+    """Sign an image, every byte checked, with this host's key: who signs it vouches for it."""
+    catalog = _catalog(file)
+    catalog.sign(image)
+    if as_json:
+        print_json({"image_id": image, "signed_by": catalog.signed_by(image)})
+    else:
+        typer.echo(f"{image} is signed by key {catalog.signed_by(image)}")
+
+
+@app.command()
+def keygen(
+    target: Annotated[Path, typer.Argument(help="Private key to make; must not exist.")],
+) -> None:
+    """Make a key for snapshot.signing_key, and beside it (.pub) the one for others'
+    snapshot.trusted_keys."""
+    if target.exists():
+        raise ConfigError([f"{target}: exists already; choose another name"])
+    make_key(target)
+    typer.echo(f"private: {target} (0600)\npublic:  {target}.pub")
+
+
+def _distrust(catalog: Catalog, image: str) -> str:
+    """Why the image must not run; '' if it may."""
+    try:
+        catalog.check_trust(image)
+    except SnapshotUntrusted as exc:
+        return str(exc)
+    return ""
+
+
 def _try_copies(
     file: Path | None, sound: Sequence[str], wanted: bool
 ) -> dict[str, dict[str, dict[str, float]]]:
@@ -241,7 +282,7 @@ def _try_copies(
 
 
 def _catalog(file: Path | None) -> Catalog:
-    return Catalog(snapshot_settings(file).catalog)
+    return open_catalog(snapshot_settings(file))
 
 
 def _differences(file: Path | None) -> Callable[[Manifest], tuple[str, ...]]:

@@ -23,7 +23,8 @@ def absolute(config: DeploymentConfig) -> DeploymentConfig:
     engine = config.engine
     if isinstance(engine, VllmEngineConfig):
         engine = engine.model_copy(update={"python": engine_python(engine)})
-    catalog = config.snapshot.catalog.resolve()
+    keys = tuple(path.resolve() for path in config.snapshot.trusted_keys)
+    snapshot = _absolute(config.snapshot, "catalog", "signing_key") | {"trusted_keys": keys}
     kept = config.observe.operations_dir
     observe = config.observe.model_copy(update={"operations_dir": kept.resolve() if kept else None})
     api = config.coordinator.api
@@ -33,7 +34,7 @@ def absolute(config: DeploymentConfig) -> DeploymentConfig:
             "model": model,
             "engine": engine,
             "etcd": config.etcd.model_copy(update=_absolute(config.etcd, *_ETCD_FILES)),
-            "snapshot": config.snapshot.model_copy(update={"catalog": catalog}),
+            "snapshot": config.snapshot.model_copy(update=snapshot),
             "coordinator": config.coordinator.model_copy(update={"api": api}),
             "observe": observe,
             "run_dir": config.run_dir.resolve(),

@@ -159,8 +159,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a manifest": (lambda d: os.truncate(d / MANIFEST_FILE, 100), "not a manifest"),
     "a manifest edited": (lambda d: text(d, b'"slot": 0', b'"slot": 1'), "altered"),
     "a manifest of another schema": (
-        lambda d: text(d, b'"schema_version": 4', b'"schema_version": 5'),
-        "schema 5, this version reads 4",
+        lambda d: text(d, b'"schema_version": 5', b'"schema_version": 6'),
+        "schema 6, this version reads 4 to 5",
     ),
     "a manifest with another digest": (lie_about_digest, "content was altered"),
     "a manifest that points outside": (point_outside, "the manifest names"),

@@ -19,6 +19,7 @@ from dynamo_elastic.errors import (
 from dynamo_elastic.snapshot.archive import export_image, import_image
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.manifest import MANIFEST_FILE, Manifest
+from dynamo_elastic.snapshot.signing import Trust, host_key
 from dynamo_elastic.testing.snapshots import publish_image
 
 Member = tuple[tarfile.TarInfo, bytes]
@@ -35,7 +36,8 @@ def archive(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Catalog:
-    return Catalog(tmp_path / "other")
+    """Of another host, that trusts the first one's key."""
+    return Catalog(tmp_path / "other", Trust(host_key(tmp_path / "images")))
 
 
 def test_image_moves(archive: Path, other: Catalog, tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def _altered(members: list[Member]) -> list[Member]:
 
 def _schema(members: list[Member]) -> list[Member]:
     manifest, data = members[0]
-    return [(manifest, data.replace(b'"schema_version": 4', b'"schema_version": 9')), *members[1:]]
+    return [(manifest, data.replace(b'"schema_version": 5', b'"schema_version": 9')), *members[1:]]
 
 
 BAD: dict[str, Callable[[list[Member]], list[Member]]] = {
@@ -133,7 +135,7 @@ BAD: dict[str, Callable[[list[Member]], list[Member]]] = {
     "its content was altered": _altered,
     "can't be read": lambda members: members[:-1],
     "does not begin with the manifest": lambda members: members[::-1],
-    "schema 9, this version reads 4": _schema,
+    "schema 9, this version reads 4 to 5: upgrade": _schema,
 }
 
 

@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from dynamo_elastic.errors import SnapshotDamaged, SnapshotError, SnapshotInUse, SnapshotNotFound
-from dynamo_elastic.snapshot import checks
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.checks import digest_file
 from dynamo_elastic.snapshot.locks import locked_file
-from dynamo_elastic.snapshot.manifest import MANIFEST_FILE, Manifest
+from dynamo_elastic.snapshot.manifest import MANIFEST_FILE, Manifest, encode
+from dynamo_elastic.snapshot.signing import SIGNATURE_FILE
 from dynamo_elastic.testing.snapshots import FINGERPRINT
 from dynamo_elastic.testing.snapshots import publish_image as make
 
@@ -32,7 +33,8 @@ def test_published_image_is_read_back(catalog: Catalog) -> None:
     assert manifest.pages_bytes == manifest.size_bytes == 256 * 64
     directory = catalog.verify(manifest)
     modes = {p.name: p.stat().st_mode & 0o777 for p in directory.iterdir()}
-    assert modes == {"pages-1.img": 0o600, "core-1.img": 0o600, MANIFEST_FILE: 0o600}
+    names = ("pages-1.img", "core-1.img", MANIFEST_FILE, SIGNATURE_FILE)
+    assert modes == dict.fromkeys(names, 0o600)
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
@@ -170,8 +172,11 @@ def test_manifest_that_points_outside_is_damage(catalog: Catalog) -> None:
     outside = catalog.root.parent / "secret"
     outside.write_bytes(b"x")
     stolen = replace(manifest.files[0], name="../../secret")
+    stealing = replace(manifest, files=(*manifest.files, stolen))
+    directory = catalog.root / "slot0-a"
+    (directory / SIGNATURE_FILE).write_bytes(catalog.trust.sign(encode(stealing)))
     with pytest.raises(SnapshotDamaged, match="names"):
-        catalog.verify(replace(manifest, files=(*manifest.files, stolen)))
+        catalog.verify(stealing)
 
 
 @pytest.mark.parametrize("image_id", ["", ".", "..", "../images/slot0-a", "none", ".partial-x"])
@@ -202,13 +207,10 @@ def test_catalog_that_cannot_be_made_says_so(tmp_path: Path) -> None:
 
 def test_digest_of_an_empty_file(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
-    assert digest_file(tmp_path / "empty") == "99aa06d3014798d86001c324468d497f"
+    assert digest_file(tmp_path / "empty") == blake3(b"").hexdigest()
 
 
-def test_digest_in_pieces_tells_every_byte_and_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checks, "PIECE_BYTES", 8)
+def test_digest_tells_every_byte_and_their_order(tmp_path: Path) -> None:
     path = tmp_path / "pages-1.img"
 
     def digest(data: bytes) -> str:
@@ -245,8 +247,8 @@ def test_every_byte_of_the_manifest_counts(catalog: Catalog) -> None:
 def test_other_schema_is_named(catalog: Catalog) -> None:
     make(catalog)
     path = catalog.root / "slot0-a" / MANIFEST_FILE
-    path.write_bytes(path.read_bytes().replace(b'"schema_version": 4', b'"schema_version": 1'))
-    with pytest.raises(SnapshotDamaged, match="schema 1, this version reads 4"):
+    path.write_bytes(path.read_bytes().replace(b'"schema_version": 5', b'"schema_version": 1'))
+    with pytest.raises(SnapshotDamaged, match="schema 1, this version reads 4 to 5"):
         catalog.inspect("slot0-a")
 
 

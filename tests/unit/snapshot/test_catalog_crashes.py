@@ -15,6 +15,7 @@ from dynamo_elastic.failpoints import KILL_AT
 from dynamo_elastic.snapshot.archive import export_image, import_image
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.manifest import Manifest
+from dynamo_elastic.snapshot.signing import Trust, host_key
 from dynamo_elastic.testing.snapshots import publish_image
 
 ACT = """
@@ -25,7 +26,10 @@ from dynamo_elastic.snapshot.archive import import_image
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.prune import Bounds, Judgement, prune
 from dynamo_elastic.testing.snapshots import publish_image
-catalog, archive = Catalog(Path(sys.argv[1])), Path(sys.argv[2])
+from dynamo_elastic.snapshot.signing import Trust, host_key
+root, archive = Path(sys.argv[1]), Path(sys.argv[2])
+trusted = (archive.with_name("other.key.pub"),)
+catalog = Catalog(root, Trust(host_key(root), make=True, trusted_keys=trusted))
 arm_from_environment()
 {act}
 """
@@ -61,11 +65,13 @@ AFTER = {
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Catalog:
-    catalog = Catalog(tmp_path / "images")
-    publish_image(catalog, "slot0-old", at="1")
-    publish_image(catalog, "slot1-kept", slot=1, at="2")
+    trusted = (tmp_path / "other.key.pub",)
+    own = host_key(tmp_path / "images")
+    catalog = Catalog(tmp_path / "images", Trust(own, make=True, trusted_keys=trusted))
     other = Catalog(tmp_path / "other")
     publish_image(other, "slot0-moved", at="3")
+    publish_image(catalog, "slot0-old", at="1")
+    publish_image(catalog, "slot1-kept", slot=1, at="2")
     export_image(other, "slot0-moved", tmp_path / "archive.tar")
     (catalog.root / ".partial-slot9-dead").mkdir(mode=0o700)
     return catalog
@@ -116,7 +122,8 @@ def half(path):
 shutil.rmtree = half
 catalog.remove("slot0-old")
 """
-    argv = [sys.executable, "-c", ACT.format(act=act), str(catalog.root), "none"]
+    archive = str(catalog.root.with_name("archive.tar"))
+    argv = [sys.executable, "-c", ACT.format(act=act), str(catalog.root), archive]
     assert subprocess.run(argv, check=False, timeout=60).returncode == -signal.SIGKILL
     assert set(catalog.entries()) == {"slot1-kept"}
     assert ".partial-slot0-old" in catalog.partials()
