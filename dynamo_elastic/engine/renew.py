@@ -5,6 +5,7 @@ RENEWALS is the whole list; docs/snapshots.md says what needs no renewal, and wh
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import platform
@@ -22,6 +23,7 @@ from typing import Any
 from dynamo_elastic.engine.base import Attach
 
 _MULTICAST_BIT = 1 << 40
+_ARCH_PRCTL, _REQUEST, _TILES = 158, 0x1023, 18
 
 
 def renew(attach: Attach, renewals: Mapping[str, Callable[[Attach], None]] | None = None) -> None:
@@ -47,6 +49,12 @@ def adopt_standard_files() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+
+
+def ask_for_matrix_unit() -> None:
+    """Let this process use AMX, which the kernel gives to who asks, where the processor has it."""
+    if os.uname().machine == "x86_64":
+        ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILES)
 
 
 def _log(attach: Attach) -> None:
@@ -103,6 +111,12 @@ def _process_key(_: Attach) -> None:
     multiprocessing.current_process().authkey = os.urandom(32)
 
 
+def _matrix_unit(_: Attach) -> None:
+    # CRIU does not ask for it, nor does a library that did before: its next product of matrices
+    # would end the process (SIGILL).
+    ask_for_matrix_unit()
+
+
 RENEWALS: dict[str, Callable[[Attach], None]] = {
     "log": _log,
     "environment": _environment,
@@ -114,6 +128,7 @@ RENEWALS: dict[str, Callable[[Attach], None]] = {
     "temporary names": _temporary_names,
     "host name": _host_name,
     "process key": _process_key,
+    "matrix unit": _matrix_unit,
 }
 """Name -> act. uuid4, os.urandom and secrets ask the kernel, and need none."""
 

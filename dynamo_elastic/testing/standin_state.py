@@ -3,6 +3,7 @@ tests tell by it what a restored copy shares with another."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -18,12 +19,13 @@ import uuid
 from typing import Any
 
 from dynamo_elastic.engine.base import Attach
-from dynamo_elastic.engine.renew import RENEWALS, renew
+from dynamo_elastic.engine.renew import RENEWALS, ask_for_matrix_unit, renew
 
 SKIP = "STANDIN_SKIP_RENEWALS"
 """In the environment of an attach: names of renewals to leave out, separated by commas."""
 
 STALE_HOST = "host-of-the-image"
+_ARCH_PRCTL, _GRANTED, _TILES = 158, 0x1022, 18
 
 
 def warm() -> dict[str, str]:
@@ -31,6 +33,7 @@ def warm() -> dict[str, str]:
     cache = platform.uname()._replace(node=STALE_HOST)
     platform._uname_cache = cache  # type: ignore[attr-defined]
     tempfile.gettempdir()
+    ask_for_matrix_unit()  # as a library does that is going to use it
     return draws()
 
 
@@ -65,7 +68,16 @@ def facts() -> dict[str, Any]:
         "temporary_directory": tempfile.gettempdir(),
         "monotonic_s": time.monotonic(),
         "hash": hash("a string"),
+        "matrix_unit": _matrix_unit_granted(),
     }
+
+
+def _matrix_unit_granted() -> bool:
+    """Whether this process may use AMX; False, too, where the processor has none."""
+    granted = ctypes.c_uint64()
+    if os.uname().machine == "x86_64":
+        ctypes.CDLL(None).syscall(_ARCH_PRCTL, _GRANTED, ctypes.byref(granted))
+    return bool(granted.value >> _TILES & 1)
 
 
 def take_identity(attach: Attach) -> None:

@@ -25,6 +25,7 @@ from dynamo_elastic.testing.standin_state import SKIP, STALE_HOST
 pytestmark = [pytest.mark.root, pytest.mark.criu]
 
 RENEWED = ("random", "numpy", "torch", "openssl", "uuid1 node", "temporary names", "process key")
+CPUINFO = Path("/proc/cpuinfo")
 FROM_KERNEL = ("uuid1", "uuid4", "urandom", "secrets")
 FIRST = {"TZ": "UTC-1", "TMPDIR": "/var/tmp", "COLOUR": "red"}
 SECOND = {"TZ": "UTC-2", "TMPDIR": "/dev/shm", "COLOUR": "blue"}
@@ -96,6 +97,12 @@ def test_name_of_the_host_is_asked_anew(copies: Copies) -> None:
     for said in copies.renewed:
         assert said["facts"]["host"] == said["facts"]["host_now"] == os.uname().nodename
     assert copies.stale[0]["facts"]["host"] == STALE_HOST
+
+
+@pytest.mark.skipif("amx_tile" not in CPUINFO.read_text(), reason="the processor has no AMX")
+def test_matrix_unit_is_asked_for_again(copies: Copies) -> None:
+    granted = [c["facts"]["matrix_unit"] for c in (copies.original, *copies.renewed, *copies.stale)]
+    assert granted == [True, True, True, False, False]
 
 
 def test_log_is_that_of_the_copy(copies: Copies) -> None:
