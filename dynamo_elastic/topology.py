@@ -364,12 +364,13 @@ def _roomiest_without(
 
 def _swap_in(slots: list[list[int]], expert: int) -> None:
     """Place `expert` by first moving something from a rank without it to one with room."""
+    rooms = [row for row in slots if EMPTY in row]
     for r, row in enumerate(slots):
         if expert in row:
             continue
         for full_at, other in enumerate(row):
-            for dest in slots:
-                if EMPTY in dest and other not in dest:
+            for dest in rooms:
+                if other not in dest:
                     dest[dest.index(EMPTY)] = other
                     slots[r][full_at] = expert
                     return

@@ -122,12 +122,19 @@ class Status:
         """Of `members` that live, those that are not in the largest group whose engines step with
         each other and nobody else; of two as large, the one with the lower ranks stays."""
         living = [w for w in members if w not in lost]
-        views = {w: frozenset(living).difference(self._masks(self.members[w])) for w in living}
-        agreed = {group for group in views.values() if all(views[w] == group for w in group)}
+        everyone = frozenset(living)
+        masks = {w: self._masks(self.members[w]) for w in living}
+        # Those that mask nobody share one view: compared by identity, for there may be thousands.
+        views = {w: everyone.difference(m) if m else everyone for w, m in masks.items()}
+        agreed = {
+            group
+            for group in set(views.values())
+            if all(views[w] is group or views[w] == group for w in group)
+        }
         if not agreed:
             return frozenset()
         stays = max(agreed, key=lambda g: (len(g), -min(map(living.index, g))))
-        return frozenset(living) - stays
+        return everyone - stays
 
     def _masks(self, member: MemberRecord) -> tuple[WorkerId, ...]:
         """Whom its engine steps without in the epoch in force."""
