@@ -43,14 +43,21 @@ class Fleet(Generic[E]):
         self.all = {e.worker_id: e for e in engines}
         self._shape = shape
         self.in_force = NONE
+        self.connect_timeout_s = TIMEOUT_S
 
     def of(self, topology: Topology) -> list[E]:
-        return [self.all[w] for w in topology.worker_ids]
+        """Its members, except for those that are lost."""
+        return [self.all[w] for w in topology.worker_ids if w in self.all]
 
     def plan(self, target: int, *, skipped_epochs: int = 0) -> ScalePlan:
-        """`skipped_epochs` were used since the one in force and came to nothing."""
+        """`skipped_epochs` were used since the one in force and came to nothing. Members that are
+        not in `all` any more are lost."""
         epoch = Epoch(self.in_force.epoch + 1 + skipped_epochs)
-        return plan_scale(PlanInput(self.in_force, target, epoch, self._shape, list(self.all)))
+        lost = frozenset(w for w in self.in_force.worker_ids if w not in self.all)
+        candidates = list(self.all)
+        return plan_scale(
+            PlanInput(self.in_force, target, epoch, self._shape, candidates, lost=lost)
+        )
 
     async def connect(self, after: Topology) -> None:
         members = self.of(after)
@@ -59,7 +66,8 @@ class Fleet(Generic[E]):
             lambda e: e.client.open_epoch(after.epoch, _rank(after, e), after.world_size),
         )
         endpoints = {e.worker_id: endpoint for e, endpoint in zip(members, opened, strict=True)}
-        await each(members, lambda e: e.client.connect_epoch(after, endpoints, timeout_s=TIMEOUT_S))
+        timeout_s = self.connect_timeout_s
+        await each(members, lambda e: e.client.connect_epoch(after, endpoints, timeout_s=timeout_s))
 
     async def decide(self, epoch: Epoch, workers: Sequence[WorkerId]) -> None:
         """Tell `workers` of the decision."""
@@ -111,8 +119,8 @@ class Fleet(Generic[E]):
         digests = _digests(reports)
         await each(members, lambda e: e.client.install(step.result, digests.get(e.worker_id, {})))
 
-    async def scale_up(self, target: int) -> ScalePlan:
-        plan = self.plan(target)
+    async def scale_up(self, target: int, *, skipped_epochs: int = 0) -> ScalePlan:
+        plan = self.plan(target, skipped_epochs=skipped_epochs)
         await self.join(plan)
         await self.switch(plan.after)
         canaries = await each(self.of(plan.after), lambda e: e.client.canary())

@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.testing.engine_process import SMALL_SHAPE
-from dynamo_elastic.testing.fleet import FleetLoad, each
+from dynamo_elastic.testing.fleet import FleetLoad
 from dynamo_elastic.testing.gpu_fleet import gpu_fleet
 from dynamo_elastic.types import WorkerId
 
@@ -32,8 +32,7 @@ def test_tokens_are_the_same_at_every_width(tmp_path: Path) -> None:
     write_model(model, SHAPE, seed=5, in_file=False)
 
     async def scenario() -> None:
-        async with gpu_fleet(model, tmp_path / "run", 2, gpus=2, **ENGINE) as ranks:
-            await each(list(ranks.all.values()), lambda e: e.attach())
+        async with gpu_fleet(model, tmp_path / "run", [0, 1], deadline_s=110.0, **ENGINE) as ranks:
             await ranks.boot(1)
             load = FleetLoad(ranks, [FIRST])
             async with load.running():
