@@ -130,7 +130,7 @@ class Fleet(Generic[E]):
 
     async def scale_down(self, target: int) -> ScalePlan:
         plan = self.plan(target)
-        leavers = [self.all[w] for w in plan.leavers]
+        leavers = [self.all[w] for w in plan.leavers if w in self.all]
         await each(leavers, lambda e: e.client.drain(short_tokens=2, timeout_s=TIMEOUT_S))
         await self.rebalance(self.in_force, plan.settled)
         await self.connect(plan.after)
