@@ -12,13 +12,16 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from dynamo_elastic.comm.expert_rules import IPC_CACHE_VARIABLE
 from dynamo_elastic.testing.expert_buffer import FakeExpertWorld
 from dynamo_elastic.testing.expert_buffer_rank import ExpertRank, answer
 
 CALL_TIMEOUT_S = 60.0
+
+
+T = TypeVar("T", bound="RankHandle")
 
 
 class RankFailed(Exception):
@@ -210,3 +213,48 @@ def joint_step(ranks: Sequence[RankHandle], *, layers: int = 1, seed: int = 7) -
         "masked": [step["masked"] for step in steps],
         "step_s": max(step["step_s"] for step in steps),
     }
+
+
+SMALL = {
+    "capacity": 4,
+    "experts_per_rank": 2,
+    "hidden": 2048,
+    "top_k": 2,
+    "max_tokens": 8,
+    "timeout_ms": 300,
+}
+"""The shape of a buffer for four ranks."""
+
+
+def expand_lose_contract(ranks: Sequence[T], *, lose: Callable[[T], object]) -> None:
+    """[0, 1] -> [0, 1, 2, 3]; then rank 2 is lost in the middle of serving and 1 leaves: [0, 3].
+    Every step's result is that of the ranks that live. Raises RuntimeError where it is not."""
+    first, second, third, fourth = ranks
+    for rank in ranks:
+        rank.call("open", rank=rank.number, **SMALL)
+    connect([second], [first])
+    activate([first, second])
+    _must_be_right([first, second])
+    connect([third, fourth], [first, second])
+    new = [third.number, fourth.number]
+    activate([third, fourth], {2: [0, 1, 3], 3: [0, 1, 2]})
+    activate([first, second], {0: new, 1: new})
+    _must_be_right(ranks)
+    lose(third)
+    living = [first, second, fourth]
+    call_all(living, "route", world=[r.number for r in ranks])
+    masked = [step["masked"] for step in call_all(living, "step")]
+    if masked != [[third.number]] * 3:
+        raise RuntimeError(f"masked after the loss: {masked}")
+    for rank in living:
+        rank.call("disconnect", ranks=[third.number])
+    _must_be_right(living, masked=third.number)
+    part([second], [first, fourth])
+    _must_be_right([first, fourth])
+
+
+def _must_be_right(ranks: Sequence[RankHandle], masked: int | None = None) -> None:
+    result = joint_step(ranks)
+    known = [] if masked is None else [masked]
+    if result["bad_tokens"] or any(set(m) - set(known) for m in result["masked"]):
+        raise RuntimeError(f"ranks {[r.number for r in ranks]}: {result}")

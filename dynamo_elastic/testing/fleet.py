@@ -168,6 +168,7 @@ async def fleet(
     run_dir: Path,
     count: int,
     *,
+    shape: EngineShape = SHAPE,
     peer_timeout_s: float = 3.0,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Fleet[EngineProcess]]:
@@ -175,7 +176,7 @@ async def fleet(
     config = engine_config(
         model,
         run_dir,
-        slots_per_rank=SHAPE.slots_per_rank,
+        slots_per_rank=shape.slots_per_rank,
         batch_tokens=TILE.batch_tokens,
         max_context=TILE.max_context,
         kv_blocks=16,
@@ -185,7 +186,7 @@ async def fleet(
     try:
         for engine in engines:
             await engine.attach(environment if engine is engines[-1] else None)
-        yield Fleet(engines)
+        yield Fleet(engines, shape)
     except BaseException as exc:
         for engine in engines:
             exc.add_note(f"{engine.worker_id}: {engine.log()}")

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,7 +120,8 @@ def test_other_gpus_than_those_of_the_image_are_found_out_before_anything_runs(
         raise AssertionError("something of the image was run")
 
     monkeypatch.setattr(world.imager, "restore", never)
-    world.here = replace(world.here, **{field: there})
+    change: dict[str, Any] = {field: there}
+    world.here = replace(world.here, **change)
     with pytest.raises(SnapshotMismatch) as caught:
         world.restore(manifest)
     (line,) = caught.value.mismatches
