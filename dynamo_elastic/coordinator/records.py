@@ -25,6 +25,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -380,26 +381,40 @@ class EndpointRecord:
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 _ENVELOPE = TypeAdapter(dict[str, Any])
 
+# A topology of a thousand ranks is 80 KB of JSON, an operation on it 600, and etcd takes 1.5 MiB
+# and sends each to whoever asks: they shrink to a tenth. What a person looks at stays readable.
+_COMPRESSED_FROM_BYTES = 32 << 10
+_MOST_BYTES = 64 << 20
+
 
 def encode(record: object) -> bytes:
-    """JSON of a record, with the schema version."""
+    """JSON of a record, with the schema version; a large one is compressed (zlib)."""
     body: bytes = _adapter(type(record)).dump_json(record)
-    return b'{"schema_version":%d,"record":%s}' % (SCHEMA_VERSION, body)
+    raw = b'{"schema_version":%d,"record":%s}' % (SCHEMA_VERSION, body)
+    return raw if len(raw) < _COMPRESSED_FROM_BYTES else zlib.compress(raw, level=1)
 
 
 def decode(kind: type[T], raw: bytes) -> T:
     """The record in `raw`. Raises RecordError if it is damaged or of another schema version."""
     try:
-        envelope = _ENVELOPE.validate_json(raw)
+        envelope = _ENVELOPE.validate_json(raw if raw.startswith(b"{") else _inflated(raw))
         version = envelope.get("schema_version")
         if version != SCHEMA_VERSION:
             raise RecordError(
                 f"{kind.__name__} has schema version {version}, this program reads {SCHEMA_VERSION}"
             )
         result: T = _adapter(kind).validate_python(envelope.get("record"))
-    except (ValidationError, ValueError) as exc:
+    except (ValidationError, ValueError, zlib.error) as exc:
         raise RecordError(f"{kind.__name__} can't be read: {exc}") from exc
     return result
+
+
+def _inflated(raw: bytes) -> bytes:
+    unpacker = zlib.decompressobj()
+    inflated = unpacker.decompress(raw, _MOST_BYTES)
+    if not unpacker.eof:
+        raise ValueError("it is cut off, or too large")
+    return inflated
 
 
 def to_json(value: object) -> Any:
