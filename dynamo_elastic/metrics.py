@@ -184,7 +184,9 @@ class CoordinatorMetrics(ProcessMetrics):
             "members_lost", "Ranks given up after COMMIT, by the phase it was seen in.", ("phase",)
         )
         self.reports = self._counter(
-            "reports", "Reports of operations that were to be written.", ("outcome",)
+            "reports",
+            "Reports written, or not, each once or twice: again when tokens have come in.",
+            ("outcome",),
         )
 
 

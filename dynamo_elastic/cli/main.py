@@ -8,7 +8,17 @@ from collections.abc import Sequence
 import typer
 
 from dynamo_elastic import __version__
-from dynamo_elastic.cli import agent, config, demo, doctor, scale, serve, snapshot
+from dynamo_elastic.cli import (
+    agent,
+    config,
+    demo,
+    doctor,
+    scale,
+    serve,
+    snapshot,
+    timeline,
+    watch,
+)
 from dynamo_elastic.cli.exit_codes import BAD_INPUT, exit_code
 from dynamo_elastic.config import FLAGS, SETTINGS
 from dynamo_elastic.config_sources import from_flags
@@ -25,6 +35,8 @@ app = typer.Typer(
 app.command("serve")(serve.serve)
 app.command("scale")(scale.scale)
 app.command("status")(scale.status)
+app.command("watch")(watch.watch)
+app.command("timeline")(timeline.timeline)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.add_typer(snapshot.app, name="snapshot")

@@ -1,8 +1,8 @@
 """Reference documentation made from the code: `python -m dynamo_elastic.cli.reference` writes it.
 
-docs/reference/config.md (every setting), docs/reference/cli.md (every command), examples/full.yaml
-(every setting at its default), the two JSON documents in dynamo_elastic/schema, and the table of
-failpoints in docs/reliability.md.
+docs/reference/config.md (every setting), docs/reference/cli.md (every command),
+docs/reference/metrics.md (every metric), examples/full.yaml (every setting at its default), the two
+JSON documents in dynamo_elastic/schema, and the table of failpoints in docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dynamo_elastic.config_launch import PROCESSES, REFUSED_VARIABLES, SAME_AS, 
 from dynamo_elastic.config_schema import deployment_schema, property_of, type_text
 from dynamo_elastic.config_sources import Setting
 from dynamo_elastic.coordinator.api_routes import openapi
+from dynamo_elastic.metrics import KINDS, Described
 from dynamo_elastic.vllm_flags import OWN
 
 ROOT = Path(dynamo_elastic.__file__).parents[1]
@@ -58,6 +59,10 @@ COMMANDS: tuple[str, ...] = (
     "serve -f examples/local.yaml --elastic-frontend-port 8001 --dry-run",
     "scale 4 -f examples/local.yaml",
     "status -f examples/local.yaml --json",
+    "watch -f examples/local.yaml",
+    "timeline -f examples/local.yaml",
+    "timeline up-7 -f examples/local.yaml --html report.html",
+    "timeline --list -f examples/local.yaml",
     "config show -f examples/local.yaml --sources",
     "config schema",
     "agent status -f examples/local.yaml",
@@ -87,6 +92,7 @@ def documents() -> dict[Path, str]:
     return {
         ROOT / "docs/reference/config.md": config_reference(),
         ROOT / "docs/reference/cli.md": cli_reference(),
+        ROOT / "docs/reference/metrics.md": metrics_reference(),
         ROOT / "docs/reliability.md": reliability(),
         ROOT / "examples/full.yaml": full_example(),
         schema / "deployment.schema.json": _json(deployment_schema()),
@@ -234,6 +240,41 @@ def _help(process: str) -> str:
     parser = launch_parser(process)
     parser.formatter_class = partial(argparse.HelpFormatter, width=100)
     return parser.format_help()
+
+
+_PORTS = {
+    "agent": "agent.metrics_port",
+    "coordinator": "coordinator.metrics_port",
+    "worker": "workers.metrics_port",
+}
+_PROCESSES = {
+    "agent": "of each host",
+    "coordinator": "any number, one of which leads",
+    "worker": "the shell of each slot",
+}
+
+
+def metrics_reference() -> str:
+    """docs/reference/metrics.md"""
+    lines = [
+        f"<!-- {MADE} -->",
+        "# Metrics",
+        "",
+        "For Prometheus, at `/metrics` of `observe.metrics_host`, on a port that a setting of each "
+        "process names; 0, the default, serves none. Units are in the names. Labels have few "
+        "values, whatever the number of ranks. [observe.md](../observe.md) says what to look at.",
+    ]
+    for kind in KINDS:
+        process = kind.process
+        lines += ["", f"## {process.capitalize()}, {_PROCESSES[process]}", ""]
+        lines += [f"Port: `{_PORTS[process]}`.", "", "| metric | type | labels | what |"]
+        lines += ["|---|---|---|---|", *map(_metric_row, kind().described())]
+    return "\n".join(lines) + "\n"
+
+
+def _metric_row(metric: Described) -> str:
+    labels = ", ".join(f"`{name}`" for name in metric.labels)
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.what} |"
 
 
 def full_example() -> str:

@@ -28,6 +28,7 @@ TRAFFIC_TIMEOUT_S = 4.0
 """From the end of an operation: shells wait a second, to have what came right after it as well."""
 
 OnStory = Callable[[Story], None]
+OnSaved = Callable[[bool], None]
 Blocking = Callable[..., Awaitable[Any]]
 
 
@@ -43,16 +44,19 @@ class Chronicle(Observer):
         *,
         timeout_s: float,
         on_story: OnStory = lambda story: None,
+        on_saved: OnSaved = lambda ok: None,
         blocking: Blocking = asyncio.to_thread,
     ) -> None:
         """`timeout_s` is that of an operation; `on_story` gets each story when it is complete;
-        `blocking` runs what reads and writes files."""
+        `on_saved` hears whether a report could be written; `blocking` runs what reads and writes
+        files."""
         self._store = store
         self._keys = keys
         self._timeline = timeline
         self._history = history
         self._timeout_s = timeout_s
         self._on_story = on_story
+        self._on_saved = on_saved
         self._blocking = blocking
         self._ended: asyncio.Queue[OperationRecord] = asyncio.Queue()
 
@@ -80,8 +84,10 @@ class Chronicle(Observer):
             path = await self._blocking(self._history.save, story)
         except OSError as exc:
             log.warning("no report of %s: %s", story.operation_id, exc)
+            self._on_saved(False)
         else:
             log.info("report of %s: %s", story.operation_id, path)
+            self._on_saved(True)
 
     async def _traffic(self, record: OperationRecord) -> tuple[WorkerTraffic, ...]:
         """What the shells have said of their tokens; it is deleted then."""

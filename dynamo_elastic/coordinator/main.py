@@ -58,7 +58,15 @@ async def _run(config: DeploymentConfig, num_experts: int) -> None:
             tracer.record(story)
 
     timeout_s = config.scale.operation_timeout_s
-    chronicle = Chronicle(store, keys, timeline, history, timeout_s=timeout_s, on_story=on_story)
+    chronicle = Chronicle(
+        store,
+        keys,
+        timeline,
+        history,
+        timeout_s=timeout_s,
+        on_story=on_story,
+        on_saved=measure.saved,
+    )
     deployment = Deployment(
         keys,
         config.scale,

@@ -67,6 +67,10 @@ class Measure(Observer):
         for kind in Kind:
             self._metrics.operations_running.labels(kind).set(0)
 
+    def saved(self, ok: bool) -> None:
+        """A report was written, or could not be."""
+        self._metrics.reports.labels("ok" if ok else "failed").inc()
+
     def story(self, story: Story) -> None:
         """An operation has ended, and all is known of it."""
         if story.longest_gap is not None:

@@ -24,7 +24,7 @@ def story_of(
     now_s: float | None = None,
 ) -> Story:
     """What is known of the operation of `record`: with the `events` of its timeline what every rank
-    did when. One that is under way is told up to `now_s`."""
+    did when, without them how long each step took. One that is under way is told up to `now_s`."""
     plan, over = record.plan, record.phase in TERMINAL
     so_far_s = record.elapsed_s if over or now_s is None else max(0.0, now_s - record.opened_at_s)
     return Story(
@@ -42,7 +42,7 @@ def story_of(
         deadline_at_s=record.opened_at_s + timeout_s,
         parts=tuple(_parts(record)),
         phases=tuple(_phases(record)),
-        steps=tuple(_steps(events)),
+        steps=tuple(_steps(events)) or tuple(_steps_of_record(record)),
         traffic=traffic,
         failure=record.failure,
         lost=record.lost,
@@ -89,6 +89,21 @@ def _steps(events: Iterable[Mapping[str, Any]]) -> Iterable[StepSpan]:
                 reason=said.get("reason", ""),
                 facts=said.get("facts", {}),
             )
+
+
+def _steps_of_record(record: OperationRecord) -> Iterable[StepSpan]:
+    """Of steps that measured something: the last round of each, as long as its slowest rank."""
+    for phase in record.phases:
+        began_at_s = phase.started_at_s
+        for name, said in phase.detail.items():
+            if not isinstance(said, dict):
+                continue
+            elapsed_s = float(phase.detail.get(f"{name}_s", 0.0))
+            for worker, facts in said.items():
+                done = StepOutcome.DONE
+                yield StepSpan(
+                    phase.phase, name, worker, began_at_s, elapsed_s, done, facts=dict(facts)
+                )
 
 
 def _within(event: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[float, float]:

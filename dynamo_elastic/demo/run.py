@@ -126,6 +126,7 @@ def demo_config(work_dir: Path, deployment: str = "demo", **more: Any) -> Deploy
         "frontend": {"port": ports[2]},
         "planner": {"control_port": ports[3]},
         "snapshot": {"catalog": str(work_dir / "images"), "enabled": root},
+        "observe": {"operations_dir": str(work_dir / "operations")},
         "run_dir": run_dir,
     }
     for section, values in more.items():
@@ -170,6 +171,7 @@ async def run_demo(script: Script, console: Console) -> list[str]:
         watched.update(deployment.supervisor.pids.values())
     facts.leftovers = leftovers(config, watched)
     console.print(_table(facts))
+    console.print(f"reports: {config.operations_dir}")
     faults = facts.faults()
     if faults:
         console.print(f"logs are kept in {config.state_dir / 'logs'}")

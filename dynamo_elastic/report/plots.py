@@ -33,9 +33,9 @@ def gaps(story: Story, x: Scale, top: float) -> list[str]:
     values += [(g.ended_at_s, g.elapsed_s) for g in moved]
     y = Scale(0.0, max((g for _, g in values), default=0.0) * 1.15e3 or 1.0, bottom, top)
     unit = "longest wait for a next token, ms (of any stream, by when it ended)"
-    body = _value_axis(y, x, 3, unit)
+    body = _value_axis(y, x, 4, unit)
     for at_s, gap_s in values:
-        if gap_s and x.low <= at_s <= x.high:
+        if gap_s and at_s + width_s >= x.low and at_s <= x.high:
             height = bottom - y(gap_s * 1e3)
             wide = max(1.5, x(at_s + width_s) - x(at_s) - 1)
             tip = f"{seconds(gap_s)} at {at_s - story.opened_at_s:.2f} s"

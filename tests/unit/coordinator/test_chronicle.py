@@ -65,6 +65,7 @@ class Watched:
             self.history,
             timeout_s=300,
             on_story=on_story,
+            on_saved=measure.saved,
             blocking=at_once,
         )
         observers = Observers(timeline, measure, self.chronicle)
@@ -129,6 +130,7 @@ def test_every_rank_has_its_place_in_the_story(tmp_path: Path) -> None:
     assert metrics.value("step_seconds_count", step="restore", outcome="done") == 4
     assert metrics.value("joins_total", tier="cold") == 4
     assert metrics.value("ranks") == 2
+    assert metrics.value("reports_total", outcome="ok") == 3
     assert metrics.value("operations_running", kind="down") == 0
     # What is kept is what was told, newest first.
     assert history.newest(9) == [down, up, boot]
