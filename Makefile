@@ -38,6 +38,7 @@ format: setup
 
 docs: setup
 	@$(PY) -m dynamo_elastic.cli.reference
+	@$(PY) benchmarks/gpu_tables.py
 
 bench: setup
 	@$(PY) benchmarks/cpu_scale.py
