@@ -14,14 +14,50 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from dynamo_elastic.coordinator.etcd import EtcdStore
-from dynamo_elastic.coordinator.records import Keys, decode
+from dynamo_elastic.coordinator.payloads import CommonPayloads
+from dynamo_elastic.coordinator.records import CommandRecord, Keys, decode
+from dynamo_elastic.errors import StaleCommand
 from dynamo_elastic.testing.participants import FakeShell
+from dynamo_elastic.topology import Topology
 from dynamo_elastic.worker.shell import values_of
+
+_decoded: dict[str, dict[str, Any]] = {}
+"""What the ranks of this process have in common, decoded once for all: a real host has few."""
 
 Heard = dict[int, list[float]]
 """Epoch -> when each rank heard that it is decided (wall clock, seconds)."""
+
+
+class _Payloads(CommonPayloads):
+    """Reads what every rank reads, for etcd's sake."""
+
+    async def _read(self, command: CommandRecord) -> dict[str, Any]:
+        stored = await self._store.get(self._keys.payload(command.common))
+        if stored is None:
+            raise StaleCommand(f"{command.operation_id} is over")
+        if command.common not in _decoded:
+            _decoded.clear()
+            _decoded[command.common] = decode(dict, stored.value)
+        return _decoded[command.common]
+
+
+class LoadShell(FakeShell):
+    """Reads and writes all that a shell does, and thinks nothing of it."""
+
+    def __init__(self, store: EtcdStore, keys: Keys, slot: int, *, ttl_s: int) -> None:
+        super().__init__(store, keys, slot, ttl_s=ttl_s)
+        self._payloads = _Payloads(store, keys)
+
+    async def _connect(self, command: CommandRecord) -> dict[str, Any]:
+        await self._store.get_prefix(self._keys.endpoints(command.epoch))
+        self.pending = Topology(command.epoch)
+        return {}
+
+    async def _install(self, command: CommandRecord) -> dict[str, Any]:
+        return {}
 
 
 async def listen(store: EtcdStore, keys: Keys, heard: Heard) -> None:
@@ -38,7 +74,7 @@ async def stdin_line() -> str:
 async def serve(url: str, keys: Keys, slots: Sequence[int], ttl_s: int) -> Heard:
     stores = [EtcdStore([url], timeout_s=30.0) for _ in slots]
     shells = [
-        FakeShell(store, keys, slot, ttl_s=ttl_s) for store, slot in zip(stores, slots, strict=True)
+        LoadShell(store, keys, slot, ttl_s=ttl_s) for store, slot in zip(stores, slots, strict=True)
     ]
     heard: Heard = defaultdict(list)
     print("here", flush=True)

@@ -109,8 +109,8 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def hardware() -> str:
-    """Every GPU with its driver, and the host's cores."""
+def hardware() -> dict[str, object]:
+    """Every GPU with memory and driver, and the host's cores."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         lines = subprocess.run(
@@ -118,8 +118,7 @@ def hardware() -> str:
         ).stdout.splitlines()
     except OSError:
         lines = []
-    gpus = f"{len(lines)} x {lines[0]}" if lines else "no GPU"
-    return f"{gpus}; {os.cpu_count()} CPU cores"
+    return {"cores": os.cpu_count() or 1, "gpus": lines}
 
 
 def versions() -> dict[str, str]:
