@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_elastic.errors import SnapshotError
@@ -40,6 +40,7 @@ def write(directory: Path, *entries: dict[int, int]) -> Path:
 PAGES = st.tuples(st.integers(1, 1 << 35), st.integers(1, 1 << 20), st.booleans())
 
 
+@settings(deadline=None)  # each example writes files
 @given(st.lists(PAGES, max_size=20))
 def test_what_is_ours_and_where_it_is(pages: list[tuple[int, int, bool]]) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -74,6 +75,7 @@ def test_pages_that_are_elsewhere_are_refused(tmp_path: Path, flags: int) -> Non
         own_pages(tmp_path, 1000)
 
 
+@settings(deadline=None)  # each example writes files
 @given(st.integers(0, 60))
 def test_index_that_is_cut_is_refused_or_shorter(size: int) -> None:
     with tempfile.TemporaryDirectory() as name:
