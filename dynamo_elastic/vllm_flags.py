@@ -28,6 +28,8 @@ OWN: dict[str, str] = {
     "--data-parallel-size-local": "scale.initial_ranks says how many replicas; remove it",
     "--data-parallel-start-rank": "a replica is a world of its own; remove it",
     "--event-plane": "it is zmq here; remove it",
+    "--api-key": "everybody can read a command line, and it is in images; remove it",
+    "--hf-token": "everybody can read a command line, and it is in images; log in with a file",
     "--gms-shadow-mode": "another process's weights can't be in an image; remove it",
     "--request-plane": "it is tcp here; remove it",
 }

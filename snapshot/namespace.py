@@ -31,6 +31,12 @@ _END_TIMEOUT_S = 10.0
 _POLL_S = 0.001
 _PID_MAX = Path("/proc/sys/kernel/pid_max")
 
+# An engine has none of root's powers, and gets none back. Where Yama lets processes see into
+# their descendants only, ranks need one to map each other's GPU memory.
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+_POWERLESS = ("setpriv", "--no-new-privs")
+_NO_POWERS = ("--inh-caps=-all", "--ambient-caps=-all")
+
 # The shell is the engine's parent inside and ends at once, so that the namespace's first process
 # inherits the engine. $1: pid before the wanted one, or ''. $2: log.
 _LAUNCH = """
@@ -53,8 +59,17 @@ def _launch_argv(command: Command, last_pid: int | None) -> list[str]:
     before = "" if last_pid is None else str(last_pid)
     return [
         *("/bin/sh", "-c", _LAUNCH, "sh", before),
-        *(str(command.log_path), *command.argv),
+        *(str(command.log_path), *_powerless(), *command.argv),
     ]
+
+
+def _powerless() -> tuple[str, ...]:
+    """What runs a program without capabilities: none to use, and none to get by running another."""
+    if os.geteuid() != 0:
+        return (*_POWERLESS, "--")
+    restricted = _YAMA.exists() and _YAMA.read_text().strip() != "0"
+    bounds = "-all,+sys_ptrace" if restricted else "-all"
+    return (*_POWERLESS, f"--bounding-set={bounds}", *_NO_POWERS, "--")
 
 
 def _run(

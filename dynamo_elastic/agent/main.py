@@ -20,6 +20,7 @@ from dynamo_elastic.failpoints import arm_from_environment
 from dynamo_elastic.logs import configure as configure_logs
 from dynamo_elastic.metrics import AgentMetrics
 from dynamo_elastic.metrics import serve as serve_metrics
+from dynamo_elastic.snapshot.capabilities import confine
 from dynamo_elastic.snapshot.gpu import NO_GPU, Gpu, open_gpu
 
 
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = launch_parser("agent")
     arm_from_environment()
     try:
+        confine()
         config, _ = read_launch_line(parser, sys.argv[1:] if argv is None else argv, os.environ)
         configure_logs(config.observe.log_format)
         # Once for the life of the agent: to initialise CUDA takes seconds.

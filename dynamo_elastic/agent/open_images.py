@@ -14,6 +14,7 @@ from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.config_sections import SnapshotConfig
 from dynamo_elastic.engine.launch import engine_argv
 from dynamo_elastic.errors import ElasticError, SnapshotError
+from dynamo_elastic.snapshot.capabilities import check_capabilities
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.criu import Criu
 from dynamo_elastic.snapshot.gpu import Gpu, open_gpu
@@ -27,6 +28,7 @@ def open_images(
     config: DeploymentConfig, argv_of: EngineArgv = engine_argv, gpu: Gpu | None = None
 ) -> Images:
     """Raises ResourceMissing (no root, no CRIU, too old), or what open_catalog() raises."""
+    check_capabilities()
     here = open_gpu() if gpu is None else gpu
     return Images(config, Criu.find(), open_catalog(config.snapshot), argv_of, here)
 
