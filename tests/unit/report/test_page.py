@@ -1,0 +1,216 @@
+"""The page and the chart of an operation say what its story says, and run nothing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo_elastic.report.chart import MAX_RANKS, draw, shown_parts, whole
+from dynamo_elastic.report.history import History, NoSuchOperation
+from dynamo_elastic.report.page import page
+from dynamo_elastic.report.story import (
+    Part,
+    Role,
+    Story,
+    StoryError,
+    decode_story,
+    encode_story,
+)
+from dynamo_elastic.report.svg import Scale, tick_text
+from dynamo_elastic.report.words import rate, seconds, size
+from dynamo_elastic.testing.stories import OPENED_AT_S, grown, undone
+
+
+class Reader(HTMLParser):
+    """Tables by the id of the div around them, tiles, and what a page loads or runs."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.tags: set[str] = set()
+        self.foreign: list[str] = []
+        self._table: list[list[str]] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        given_attrs = dict(attrs)
+        loads = [v for k, v in attrs if k in ("src", "href", "srcset", "data")]
+        runs = [k for k in given_attrs if k.startswith("on")]
+        self.foreign += [str(v) for v in loads] + runs
+        if tag == "div" and given_attrs.get("id"):
+            self._table = self.tables[str(given_attrs["id"])] = []
+        if tag == "tr":
+            self._table.append([])
+        if tag in ("td", "th") and self._table:
+            self._table[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "table":
+            self._table = []
+
+    def handle_data(self, data: str) -> None:
+        if self._table and self._table[-1]:
+            self._table[-1][-1] += data
+
+    def rows(self, name: str) -> list[list[str]]:
+        return self.tables[name][1:]
+
+
+def check_against(story: Story, html: str) -> None:
+    """Every number that the page shows is the story's."""
+    read = Reader(html)
+    assert [row[:3] for row in read.rows("phases")] == [
+        [p.phase.upper(), f"{p.began_at_s - story.opened_at_s:.3f}", f"{p.elapsed_s:.3f}"]
+        for p in story.phases
+    ]
+    assert [[r[0], r[1], r[2], r[4], r[5], r[6]] for r in read.tables.get("links", [[]])[1:]] == [
+        [
+            link.source,
+            link.target,
+            link.step,
+            size(link.size_bytes),
+            seconds(link.elapsed_s),
+            rate(link.size_bytes, link.elapsed_s),
+        ]
+        for link in story.links
+    ]
+    assert [row[:3] for row in read.tables.get("joiners", [[]])[1:]] == [
+        [j.worker, j.tier, seconds(j.ready_s)] for j in story.joiners
+    ]
+    shown = {tuple(row) for row in read.tables.get("steps", [[]])[1:]}
+    assert shown == {
+        (
+            s.worker,
+            s.phase.upper(),
+            s.step,
+            f"{s.began_at_s - story.opened_at_s:.3f}",
+            f"{s.elapsed_s:.3f}",
+            s.outcome,
+            s.reason,
+        )
+        for s in story.steps
+    }
+    tiles = re.findall(r'<div class="tile[^"]*"><b>([^<]*)</b><span>([^<]*)</span>', html)
+    by_name = {name: value for value, name in tiles}
+    assert by_name["whole operation"] == seconds(story.elapsed_s)
+    gap = story.longest_gap
+    assert by_name.get("longest gap of a stream") == (seconds(gap.elapsed_s) if gap else None)
+    moved = size(story.moved_bytes) if story.moved_bytes else None
+    assert by_name.get("weights moved") == moved
+
+
+def check_bars(story: Story, html: str) -> None:
+    """Bars of the first picture lie where the phases were, on one scale."""
+    picture = html.split("<svg")[1].split("</svg>")[0]
+    bars = {}
+    for x, width, tip in re.findall(
+        r'<rect x="([\d.]+)"[^>]*? width="([\d.]+)"[^>]*><title>([A-Z]+): ', picture
+    ):
+        bars[tip] = (float(x), float(width))
+    window = whole(story)
+    pixels_per_s = (1120 - 150 - 24) / (window.until_s - window.from_s)
+    for span in story.phases:
+        left, width = bars[span.phase.upper()]
+        assert left == pytest.approx(150 + (span.began_at_s - window.from_s) * pixels_per_s, abs=1)
+        assert width == pytest.approx(max(1.5, (span.elapsed_s or 0) * pixels_per_s), abs=1)
+
+
+@pytest.mark.parametrize("story", [grown(), undone()], ids=["grown", "undone"])
+def test_what_the_page_shows_is_the_story(story: Story) -> None:
+    html = page(story)
+    check_against(story, html)
+    check_bars(story, html)
+
+
+def test_the_page_runs_and_loads_nothing() -> None:
+    read = Reader(page(grown()))
+    assert not read.tags & {"script", "iframe", "object", "embed", "link", "img", "form"}
+    assert read.foreign == []
+
+
+def test_what_failed_and_why_is_the_first_thing_said() -> None:
+    story = undone("<script>alert(1)</script> & more")
+    html = page(story)
+    assert "<script>" not in html
+    why = html[html.index('<div class="why">') : html.index("What happened when")]
+    assert "slot3 failed check: &lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in why
+    assert "2 ranks serve on as before" in why
+    assert "✕ check" in html
+
+
+def test_the_pause_is_named_and_drawn() -> None:
+    story = grown(gap_s=0.25)
+    html = page(story)
+    assert "longest gap 250 ms on slot1, in COMMIT" in html
+    assert html.count('class="pause"') == 2  # in the whole picture and in the closer one
+    silent = page(replace(story, traffic=()))
+    assert "serving paused 40 ms at the switch" in silent
+    assert "No tokens were seen" in silent
+
+
+def test_a_thousand_ranks_fit_on_a_page() -> None:
+    story = undone()
+    many = [Part(f"slot{k}", Role.RETAINED, k) for k in range(4, 1024)]
+    wide = replace(story, parts=(*story.parts, *many))
+    shown = shown_parts(wide)
+    assert len(shown) == MAX_RANKS
+    assert "slot3" in {p.worker for p in shown}  # the one that failed
+    assert f"{MAX_RANKS} of 1024 ranks are drawn" in page(wide)
+    assert len(draw(wide, whole(wide))) < 60_000
+
+
+def test_stories_are_kept_up_to_a_number(tmp_path: Path) -> None:
+    history = History(tmp_path / "ops", keep=2)
+    for k in range(4):
+        history.save(replace(grown(), operation_id=f"up-{k}-x"))
+    assert history.names() == ["up-3-x", "up-2-x"]
+    assert {p.name for p in (tmp_path / "ops").iterdir()} == {
+        "up-2-x.json",
+        "up-2-x.html",
+        "up-3-x.json",
+        "up-3-x.html",
+    }
+    assert history.find("last").operation_id == "up-3-x"
+    assert history.find("up-2").operation_id == "up-2-x"
+    with pytest.raises(NoSuchOperation, match="several operations 'up'"):
+        history.find("up")
+    with pytest.raises(NoSuchOperation, match="kept are: up-3-x, up-2-x"):
+        history.find("down")
+    with pytest.raises(NoSuchOperation, match="not the name"):
+        history.load("../secret")
+    (tmp_path / "ops" / "up-2-x.json").write_text("{")
+    with pytest.raises(StoryError, match=r"up-2-x\.json: not a story"):
+        history.load("up-2-x")
+    assert [s.operation_id for s in history.newest(5)] == ["up-3-x"]
+
+
+def test_a_story_is_read_as_it_was_written() -> None:
+    for story in (grown(), undone()):
+        assert decode_story(encode_story(story)) == story
+    with pytest.raises(StoryError, match="schema version 9"):
+        decode_story(b'{"schema_version": 9, "story": {}}')
+
+
+@given(low=st.floats(-1e4, 1e4), span=st.floats(1e-3, 1e4), count=st.integers(1, 20))
+def test_ticks_are_inside_and_told_apart(low: float, span: float, count: int) -> None:
+    scale = Scale(low, low + span, 0.0, 100.0)
+    ticks = scale.ticks(count)
+    assert len(ticks) <= 2 * count + 2
+    slack = span * 1e-6
+    assert all(low - slack <= t <= low + span + slack for t in ticks)
+    shown = [tick_text(t, ticks) for t in ticks]
+    assert len(set(shown)) == len(shown)
+
+
+def test_the_times_of_the_sample_are_what_tests_say() -> None:
+    story = grown()
+    assert story.opened_at_s == OPENED_AT_S
+    assert story.phase_at(story.longest_gap.ended_at_s if story.longest_gap else 0) == "commit"
