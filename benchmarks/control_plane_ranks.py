@@ -16,6 +16,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from control_plane_commits import probe_keys
+
 from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.payloads import CommonPayloads
 from dynamo_elastic.coordinator.records import CommandRecord, Keys, decode
@@ -60,9 +62,9 @@ class LoadShell(FakeShell):
         return {}
 
 
-async def listen(store: EtcdStore, keys: Keys, heard: Heard) -> None:
+async def listen(store: EtcdStore, key: str, heard: Heard) -> None:
     """Note each decision when it comes."""
-    async for raw in values_of(store, keys.decided):
+    async for raw in values_of(store, key):
         if raw is not None:
             heard[decode(int, raw)].append(time.time())
 
@@ -82,7 +84,8 @@ async def serve(url: str, keys: Keys, slots: Sequence[int], ttl_s: int) -> Heard
     tasks = [asyncio.create_task(shell.run()) for shell in shells]
     while not all(shell.alive for shell in shells):
         await asyncio.sleep(0.01)
-    tasks += [asyncio.create_task(listen(store, keys, heard)) for store in stores]
+    decided = (keys.decided, probe_keys(keys.deployment).decided)
+    tasks += [asyncio.create_task(listen(s, key, heard)) for s in stores for key in decided]
     print("registered", flush=True)
     await stdin_line()
     for task in tasks:
