@@ -37,11 +37,9 @@ HITS_FILE = "hits.log"
 """In that directory: a line for each failpoint that was hit, 'scope failpoint act'."""
 
 TRACE_FILE = "trace.log"
-"""If it is in that directory, a line 'scope failpoint' is added for each that a process passes, the
-first time."""
+"""If it is in that directory, a line 'scope failpoint' is added whenever a process passes one."""
 
 _hook: Callable[[str], None] | None = None
-_passed: set[str] = set()
 
 
 class Act(StrEnum):
@@ -113,8 +111,7 @@ def arm_from_environment(scope: str = "") -> None:
 
 
 def _act_once(directory: Path, scope: str, name: str) -> None:
-    if name not in _passed and (directory / TRACE_FILE).exists():
-        _passed.add(name)
+    if (directory / TRACE_FILE).exists():
         with (directory / TRACE_FILE).open("a") as trace:
             trace.write(f"{scope} {name}\n")
     for file in (directory / name, directory / f"{scope}:{name}"):

@@ -63,6 +63,7 @@ class FakeEngine:
     """In force."""
     frozen: bool = False
     draining: bool = False
+    masked: tuple[Rank, ...] = ()
 
     def __post_init__(self) -> None:
         self._opened: dict[Epoch, tuple[Rank, int]] = {}
@@ -133,7 +134,7 @@ class FakeEngine:
             step=self._steps,
             running=len(self._running),
             waiting=0,
-            masked=(),
+            masked=self.masked,
             frozen=self.frozen,
             pid=1,
             kv_blocks_used=len(self._running),

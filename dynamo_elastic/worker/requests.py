@@ -108,6 +108,11 @@ class RequestDesk:
         while self._queues:
             await asyncio.sleep(_IDLE_POLL_S)
 
+    @property
+    def is_open(self) -> bool:
+        """Requests are admitted."""
+        return self._engine is not None
+
     def open(self, engine: Engine) -> None:
         """Admit requests to `engine`."""
         self._engine = engine

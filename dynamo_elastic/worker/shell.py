@@ -85,8 +85,9 @@ class Shell:
             if work.done():
                 work.result()
             if lost.done():
+                # It serves on: if its rank is given away meanwhile, its engine hears so from its
+                # group, and _resume() from the topology.
                 log.error("session lost: %s; a new one is opened", session.lost.cause)
-                await self._participant.suspend()
         finally:
             lost.cancel()
             work.cancel()

@@ -174,7 +174,7 @@ async def _port_taken(world: World, _: str) -> bool:
     port = world.config.coordinator.api.port
     with socket.socket() as taker:
         taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for _ in range(100):
+        for _attempt in range(100):
             try:
                 taker.bind(("127.0.0.1", port))
                 break

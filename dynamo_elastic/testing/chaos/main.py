@@ -24,8 +24,8 @@ from dynamo_elastic.testing.chaos.checker import check as check_history
 from dynamo_elastic.testing.chaos.etcd_members import missing_tools
 from dynamo_elastic.testing.chaos.history import History
 from dynamo_elastic.testing.chaos.report import write_report
-from dynamo_elastic.testing.chaos.run import WINDOWS, Verdict, run
-from dynamo_elastic.testing.chaos.scenario import scenario
+from dynamo_elastic.testing.chaos.run import WINDOWS, Verdict, passed, run
+from dynamo_elastic.testing.chaos.scenario import Resize, scenario
 from dynamo_elastic.testing.chaos.world import World, world
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -69,6 +69,15 @@ def replay(
     raise typer.Exit(1 if bad else 0)
 
 
+@app.command()
+def discover(work_dir: WorkDir = WORK_DIR) -> None:
+    """Write down which failpoints each way of resizing passes: what `run` is made of."""
+    found = asyncio.run(_discover(work_dir.resolve()))
+    path = Path(__file__).with_name("places.json")
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    console.print(f"{path}: {sum(map(len, found.values()))} places")
+
+
 @app.command("check")
 def check_file(path: Path) -> None:
     """Judge a history that was kept."""
@@ -83,6 +92,14 @@ def report(work_dir: WorkDir = WORK_DIR) -> None:
     """Write benchmarks/results/chaos-DATE.json and .html, from a checkout."""
     for path in write_report(list(_verdicts(work_dir).values())):
         console.print(str(path))
+
+
+async def _discover(work_dir: Path) -> dict[str, dict[str, list[str]]]:
+    found = {}
+    async with world(work_dir, members=1, say=console.print) as here:
+        for resize in (Resize.UP, Resize.DOWN, Resize.UP_PARKED, Resize.UP_COLD):
+            found[str(resize)] = await passed(here, resize)
+    return found
 
 
 async def _play(work_dir: Path, numbers: list[int], *, members: int, limit_s: float) -> int:

@@ -14,6 +14,7 @@ from dynamo_elastic.agent.base import SlotState
 from dynamo_elastic.coordinator.records import MemberState, OutcomeStatus
 from dynamo_elastic.coordinator.status import Status
 from dynamo_elastic.errors import StoreError
+from dynamo_elastic.failpoints import TRACE_FILE, Act
 from dynamo_elastic.testing.chaos.checker import Windows, check, longest_silence_s, lost
 from dynamo_elastic.testing.chaos.faults import happened, inject, undo
 from dynamo_elastic.testing.chaos.history import History
@@ -22,7 +23,6 @@ from dynamo_elastic.testing.chaos.scenario import (
     WIDE,
     AtFailpoint,
     AtRandom,
-    Fault,
     Resize,
     Scenario,
 )
@@ -35,6 +35,8 @@ _REACH_S = 25.0
 """For the resize with the fault in it to end, one way or the other."""
 
 _POLL_S = 0.05
+_LINGER_S = 1.0
+"""What follows an operation: cards are refreshed, what it left is undone."""
 
 WINDOWS = Windows(two_topologies_s=8.0, silence_s=12.0)
 """A switch is one step; an engine or a shell that stands still for 3 s is put out. A group waits
@@ -83,7 +85,7 @@ async def run(world: World, scenario: Scenario) -> tuple[Verdict, History]:
     history = world.history()
     try:
         await _at_width(world, WIDE if scenario.ranks == NARROW else NARROW)
-        await _prepare(world, scenario)
+        await _prepare(world, scenario.resize)
         began_s = time.monotonic()
         verdict.fired = await _resize(world, scenario)
         await undo(world)
@@ -95,6 +97,23 @@ async def run(world: World, scenario: Scenario) -> tuple[Verdict, History]:
     await undo(world)
     _take(history, world)
     return _judged(verdict, history), history
+
+
+async def passed(world: World, resize: Resize) -> dict[str, list[str]]:
+    """Failpoints that are passed in `resize` without any fault, and by whom."""
+    ranks = NARROW if resize is Resize.DOWN else WIDE
+    await _at_width(world, WIDE if ranks == NARROW else NARROW)
+    await _prepare(world, resize)
+    if resize is Resize.UP_COLD:
+        world.arm("restore.compare", str(Act.ERROR))
+    trace = world.failpoints / TRACE_FILE
+    trace.touch()
+    await _at_width(world, ranks)
+    await asyncio.sleep(_LINGER_S)
+    lines = [line.split(" ") for line in trace.read_text().splitlines()]
+    trace.unlink()
+    names = sorted({name for _, name in lines})
+    return {n: sorted({scope for scope, name in lines if name == n}) for n in names}
 
 
 def _take(history: History, world: World) -> None:
@@ -114,9 +133,9 @@ def _judged(verdict: Verdict, history: History) -> Verdict:
     return verdict
 
 
-async def _prepare(world: World, scenario: Scenario) -> None:
-    """The joiner will come from where the scenario wants it."""
-    if scenario.resize is not Resize.UP:
+async def _prepare(world: World, resize: Resize) -> None:
+    """The joiner will come from where it is to come from."""
+    if resize not in (Resize.UP, Resize.UP_COLD):
         return
     parked = [s.pid for s in await world.slots() if s.state is SlotState.PARKED]
     for pid in parked:
@@ -130,9 +149,6 @@ async def _resize(world: World, scenario: Scenario) -> bool:
     fault = asyncio.create_task(inject(world, scenario))
     if not at_random:
         await fault
-    lease_lost = at_random and scenario.fault.fault is Fault.LEASE_LOST
-    if lease_lost:
-        await asyncio.sleep(0)
     request_id = await world.scale(scenario.ranks)
     fired = await fault
     await _answered(world, request_id)

@@ -6,18 +6,21 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from pathlib import Path
+
+import msgspec
 
 from dynamo_elastic.failpoints import Act
-from dynamo_elastic.phases import Kind, Phase, phases_of
 
 NARROW, WIDE = 2, 3
 
 
 class Resize(StrEnum):
-    """What is under way when the fault comes. UP_PARKED: the joiner was parked; else restored."""
+    """What is under way when the fault comes, and where the joiner comes from."""
 
     UP = "up"
     UP_PARKED = "up from parked"
+    UP_COLD = "up by a boot"
     DOWN = "down"
 
 
@@ -94,61 +97,30 @@ ACTS = (Act.KILL, Act.STOP, Act.ERROR, Act.DELAY)
 _SECONDS = {Act.STOP: 3.0, Act.DELAY: 1.0}
 """A stop outlives a lease of 2 s; a delay does not."""
 
-_JOINER = "slot2"
-_RETAINED = ("slot0", "slot1")
-_TAKEOVER = ("coordinator.elected", "scale.before_recover")
+_TAKEOVER = ("coordinator.elected", "scale.before_recover", "scale.before_abort")
 """Passed by a coordinator that takes over."""
 
-
-def _phase_places(kind: Kind) -> list[str]:
-    phases = [p for p in phases_of(kind) if p is not Phase.COMMIT]
-    places = [f"scale.{when}_{p}" for p in phases for when in ("before", "after")]
-    return [*places, "scale.before_commit", "scale.after_commit", "scale.before_close"]
-
-
-_STEPS: dict[Resize, dict[str, tuple[str, ...]]] = {
-    Resize.UP: {
-        _JOINER: ("restore", "open", "connect", "check", "switch", "canary", "serve", "thaw"),
-        "slot0": ("freeze", "open", "connect", "stream", "check", "switch", "push_experts"),
-        "slot1": ("install", "thaw"),
-    },
-    Resize.DOWN: {
-        _JOINER: ("freeze", "drain", "push_experts", "park"),
-        "slot0": ("open", "connect", "install", "switch", "disconnect", "thaw"),
-        "slot1": ("push_experts", "switch"),
-    },
+_VIA: dict[Resize, AtFailpoint] = {
+    # Whatever makes a restore fail: the next rung is a boot.
+    Resize.UP_COLD: AtFailpoint("restore.compare", "", Act.ERROR),
 }
 
-_ENGINE: dict[Resize, dict[str, tuple[str, ...]]] = {
-    Resize.UP: {
-        _JOINER: ("attached", "after_open", "after_connect", "before_first_step"),
-        "slot0": ("after_open", "after_connect", "before_push", "before_switch", "after_switch"),
-        "slot1": ("before_first_step",),
-    },
-    Resize.DOWN: {
-        _JOINER: ("before_push", "detached"),
-        "slot0": ("after_open", "after_connect", "before_switch"),
-        "slot1": ("before_first_step", "after_switch"),
-    },
-}
+_LEFT_OUT = ("engine.status",)
+"""Passed every moment by every engine, whatever is under way: a kill or a stop at any moment."""
 
-_COORDINATOR: dict[Resize, tuple[str, ...]] = {
-    Resize.UP: (*_phase_places(Kind.UP), "scale.before_open", "scale.opened", "scale.closed"),
-    Resize.DOWN: (*_phase_places(Kind.DOWN), "scale.before_round", "coordinator.before_answer"),
-}
+_PLACES_FILE = Path(__file__).with_name("places.json")
 
-_AGENT: dict[Resize, tuple[str, ...]] = {
-    Resize.UP: (
-        "agent.before_start",
-        "agent.engine_spawned",
-        "agent.attached",
-        "agent.engine_answered",
-        "restore.before_thaw",
-        "restore.thawed",
-    ),
-    Resize.UP_PARKED: ("agent.before_unpark", "agent.unparked", "unpark.checked"),
-    Resize.DOWN: ("agent.before_detach", "agent.engine_detached", "agent.engine_parked"),
-}
+
+@cache
+def places() -> dict[Resize, dict[str, tuple[str, ...]]]:
+    """Resize -> failpoint -> in which processes it is passed ('': a coordinator, the agent), as
+    `dynamo-elastic-chaos discover` has seen it."""
+    read = msgspec.json.decode(_PLACES_FILE.read_bytes(), type=dict[str, dict[str, list[str]]])
+    return {
+        Resize(resize): {name: tuple(scopes) for name, scopes in sorted(passed.items())}
+        for resize, passed in read.items()
+    }
+
 
 _AROUND: tuple[tuple[Fault, tuple[str, ...]], ...] = (
     (Fault.KILL, ("coordinator", "agent", "slot0", "slot2", "engine0", "engine2")),
@@ -173,23 +145,28 @@ def _at(place: str, process: str, act: Act) -> AtFailpoint:
 
 
 def _failpoint_cells(resize: Resize) -> list[Cell]:
+    """Each failpoint with each act; where several processes pass it, another one each time."""
     cells: list[Cell] = []
-    for act in ACTS:
-        places = [("", p) for p in (*_COORDINATOR.get(resize, ()), *_AGENT.get(resize, ()))]
-        for process, steps in _STEPS.get(resize, {}).items():
-            places += [(process, f"worker.{s}.{end}") for s in steps for end in ("begin", "end")]
-        for process, names in _ENGINE.get(resize, {}).items():
-            places += [(process, f"engine.{name}") for name in names]
-        cells += [(resize, _at(place, process, act), None) for process, place in places]
+    via = _VIA.get(resize)
+    for number, (place, processes) in enumerate(_own_places(resize)):
+        for turn, act in enumerate(ACTS):
+            process = processes[(number + turn) % len(processes)]
+            cells.append((resize, _at(place, process, act), via))
     return cells
+
+
+def _own_places(resize: Resize) -> list[tuple[str, tuple[str, ...]]]:
+    """Failpoints of `resize`; of another way up than the first those that only it passes."""
+    known = places().get(Resize.UP, {}) if resize in (Resize.UP_PARKED, Resize.UP_COLD) else {}
+    found = places().get(resize, {})
+    return [(p, found[p]) for p in found if p not in known and p not in _LEFT_OUT]
 
 
 def _takeover_cells(resize: Resize) -> list[Cell]:
     """Faults of a coordinator that takes over from one that was killed."""
     before = "scale.before_check" if resize is Resize.UP else "scale.before_redistribute"
     via = _at(before, "", Act.KILL)
-    places = (*_TAKEOVER, "scale.before_abort")
-    return [(resize, _at(place, "", act), via) for place in places for act in ACTS]
+    return [(resize, _at(place, "", act), via) for place in _TAKEOVER for act in ACTS]
 
 
 def _around_cells(resize: Resize) -> list[Cell]:
@@ -202,7 +179,7 @@ def cells(down: bool) -> tuple[Cell, ...]:
     if down:
         kinds: tuple[Resize, ...] = (Resize.DOWN,)
     else:
-        kinds = (Resize.UP, Resize.UP_PARKED)
+        kinds = (Resize.UP, Resize.UP_PARKED, Resize.UP_COLD)
     first = kinds[0]
     found = [c for kind in kinds for c in _failpoint_cells(kind)]
     return (*found, *_takeover_cells(first), *_around_cells(first))

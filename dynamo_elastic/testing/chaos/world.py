@@ -150,7 +150,7 @@ def chaos_config(work_dir: Path, etcd: EtcdMembers) -> DeploymentConfig:
             "max_ranks": WIDE,
             "lease_ttl_s": 2,
             "step_timeout_s": 6,
-            "restore_timeout_s": 20,
+            "restore_timeout_s": 38,
             "drain_timeout_s": 2,
             "operation_timeout_s": 40,
             "slots_timeout_s": 20,

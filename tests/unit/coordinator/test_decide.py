@@ -120,6 +120,44 @@ def test_a_rank_is_lost_with_its_shell_its_engine_or_its_life(how: str) -> None:
     assert operation(act(given)) == (Kind.DOWN, 3, ("slot1",))
 
 
+def masking(given: Status, masks: dict[int, tuple[int, ...]], epoch: int = 1) -> Status:
+    """Engines of these slots step without those of the others."""
+    members = dict(given.members)
+    for slot, others in masks.items():
+        worker, named = WorkerId(f"slot{slot}"), tuple(WorkerId(f"slot{k}") for k in others)
+        members[worker] = replace(members[worker], masks=named, masks_in=Epoch(epoch))
+    return replace(given, members=members)
+
+
+@pytest.mark.parametrize(
+    ("masks", "lost"),
+    [
+        ({0: (1,), 2: (1,), 3: (1,)}, ("slot1",)),
+        # It woke, and masked those that had gone on without it.
+        ({0: (1,), 1: (0, 2, 3), 2: (1,), 3: (1,)}, ("slot1",)),
+        ({1: (0,), 2: (0,), 3: (0,), 0: (1, 2, 3)}, ("slot0",)),
+    ],
+)
+def test_who_is_masked_by_the_others_is_lost(
+    masks: dict[int, tuple[int, ...]], lost: tuple[str, ...]
+) -> None:
+    assert operation(act(masking(status(4), masks))) == (Kind.DOWN, 3, lost)
+
+
+@pytest.mark.parametrize(("others", "epoch"), [({0: (1,)}, 1), ({0: (1,), 2: (1,), 3: (1,)}, 7)])
+def test_masks_that_not_all_agree_on_or_of_another_epoch_cost_nobody_its_rank(
+    others: dict[int, tuple[int, ...]], epoch: int
+) -> None:
+    reached = TargetOutcome("r", 4, OutcomeStatus.REACHED)
+    given = replace(status(4), target=target(4), outcome=reached)
+    assert isinstance(act(masking(given, others, epoch)), Idle)
+
+
+def test_of_two_that_masked_each_other_one_stays() -> None:
+    action = act(masking(status(2), {0: (1,), 1: (0,)}))
+    assert operation(action) == (Kind.UP, 2, ("slot1",))
+
+
 def test_after_an_eviction_the_wanted_width_is_taken_up_again() -> None:
     reached = TargetOutcome("r", 4, OutcomeStatus.REACHED)
     given = replace(status(3), target=target(4), outcome=reached)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from dynamo_elastic.types import (
     Incarnation,
     LeaseId,
     OperationId,
+    Rank,
     WorkerId,
 )
 from dynamo_elastic.worker.base import ShellParts
@@ -96,6 +97,8 @@ class Bench:
         self.desk = RequestDesk(100)
         self.participant = Participant(parts, self.presence, self.desk)
         self.shell = Shell(parts, self.presence, self.participant, lease_ttl_s=TTL_S)
+        self.task: asyncio.Task[None]
+        self._parts, self._record = parts, member
         self.operation_id = OperationId("op")
         self.seq = 0
 
@@ -103,6 +106,12 @@ class Bench:
         path = f"/{incarnation}"
         self.engines[path] = FakeEngine(ME, incarnation)
         return path
+
+    def another_shell(self) -> Shell:
+        """Of the same slot, for when `task` was cancelled."""
+        presence = Presence(self.store, KEYS, self._record)
+        participant = Participant(self._parts, presence, RequestDesk(100))
+        return Shell(self._parts, presence, participant, lease_ttl_s=TTL_S)
 
     @property
     def engine(self) -> FakeEngine:
@@ -186,13 +195,14 @@ class Bench:
 @asynccontextmanager
 async def running() -> AsyncIterator[Bench]:
     bench, stop = Bench(), asyncio.Event()
-    task = asyncio.create_task(bench.shell.run(stop))
+    bench.task = asyncio.create_task(bench.shell.run(stop))
     await asyncio.sleep(0.1)
     try:
         yield bench
     finally:
         stop.set()
-        await task
+        with suppress(asyncio.CancelledError):
+            await bench.task
 
 
 def scenario(main: Any) -> Any:
@@ -434,11 +444,14 @@ async def test_a_serving_rank_that_is_evicted_gives_up_its_engine(bench: Bench) 
 
 
 @scenario
-async def test_a_lost_session_is_followed_by_a_new_one(bench: Bench) -> None:
+async def test_a_rank_serves_on_without_etcd_and_opens_a_new_session_after_it(
+    bench: Bench,
+) -> None:
     await bench.join()
     bench.store.down = True
-    await asyncio.sleep(2 * TTL_S)
-    assert bench.registrar.data is None
+    await asyncio.sleep(6 * TTL_S)
+    assert bench.registrar.data is not None
+    assert bench.desk.is_open
     bench.store.down = False
     bench.store.break_watches()
     await asyncio.sleep(2.0)
@@ -489,6 +502,53 @@ def test_a_slot_has_one_owner() -> None:
         await second.presence.claim(await Session.open(second.store, TTL_S))
 
     run(main())
+
+
+@scenario
+async def test_a_shell_that_starts_again_adopts_the_engine_of_its_rank(bench: Bench) -> None:
+    await bench.join()
+    await bench.must(Step.FREEZE, Step.DRAIN)
+    await bench.store.txn([], [Delete(KEYS.command(ME))])
+    again, stop = bench.another_shell(), asyncio.Event()
+    bench.task.cancel()
+    task = asyncio.create_task(again.run(stop))
+    await asyncio.sleep(3.0)
+    engine = bench.engine
+    assert (bench.member.state, bench.member.incarnation) == (
+        MemberState.SERVING,
+        engine.incarnation,
+    )
+    assert (engine.draining, engine.frozen) == (False, False)
+    assert len(bench.engines) == 1
+    stop.set()
+    await task
+
+
+@scenario
+async def test_an_engine_that_its_topology_does_not_know_is_not_adopted(bench: Bench) -> None:
+    await bench.join()
+    topology = bench.topology(2)
+    other = replace(topology.members[1], incarnation=Incarnation("another life"))
+    await bench.commit(replace(topology, members=(topology.members[0], other)))
+    again, stop = bench.another_shell(), asyncio.Event()
+    bench.task.cancel()
+    task = asyncio.create_task(again.run(stop))
+    await asyncio.sleep(3.0)
+    assert bench.member.state is MemberState.STANDBY
+    assert not (await bench.agent.slots())[1].incarnation
+    stop.set()
+    await task
+
+
+@scenario
+async def test_peers_that_do_not_answer_are_told_of(bench: Bench) -> None:
+    await bench.join()
+    bench.engine.masked = (Rank(0),)
+    await asyncio.sleep(1.0)
+    assert (bench.member.masks, bench.member.masks_in) == ((OTHER,), 1)
+    bench.engine.masked = ()
+    await asyncio.sleep(1.0)
+    assert bench.member.masks == ()
 
 
 @scenario
