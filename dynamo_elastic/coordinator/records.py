@@ -26,6 +26,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -46,6 +47,11 @@ from dynamo_elastic.types import (
 )
 
 SCHEMA_VERSION = 1
+"""What this program writes."""
+NEWEST_READ = 1
+"""The newest that it reads. A release that brings a version reads it, and still writes the one
+before; the next one writes it: so any two neighbours run side by side (docs/upgrade.md). A field
+with a default that others may ignore is no new version."""
 NO_OPERATION = OperationId("")
 ROOT = "/dynamo-elastic"
 
@@ -54,6 +60,10 @@ T = TypeVar("T")
 
 class RecordError(ElasticError):
     """A stored record can't be read: it is damaged, or of another schema version."""
+
+
+class RecordNewer(RecordError):
+    """A newer version of this program wrote it; nothing was done with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +388,10 @@ class EndpointRecord:
     endpoint: dict[str, Any]
 
 
+Upgrade = Callable[[str, Any], Any]
+UPGRADES: dict[int, Upgrade] = {}
+"""Version -> what makes of a record's plain body (first: the name of its kind) one of the next."""
+
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 _ENVELOPE = TypeAdapter(dict[str, Any])
 
@@ -395,18 +409,37 @@ def encode(record: object) -> bytes:
 
 
 def decode(kind: type[T], raw: bytes) -> T:
-    """The record in `raw`. Raises RecordError if it is damaged or of another schema version."""
+    """The record in `raw`, of this schema version or an older one. Raises RecordError if it is
+    damaged, RecordNewer if a newer version of this program wrote it."""
     try:
-        envelope = _ENVELOPE.validate_json(raw if raw.startswith(b"{") else _inflated(raw))
-        version = envelope.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise RecordError(
-                f"{kind.__name__} has schema version {version}, this program reads {SCHEMA_VERSION}"
-            )
-        result: T = _adapter(kind).validate_python(envelope.get("record"))
+        envelope = _envelope(raw)
+        version, body = envelope.get("schema_version"), envelope.get("record")
+        known = f"{kind.__name__} has schema version {version}, this program reads 1-{NEWEST_READ}"
+        if type(version) is not int or version < 1:
+            raise RecordError(known)
+        if version > NEWEST_READ:
+            raise RecordNewer(f"{known}: upgrade it; it leaves alone what it can't read")
+        for step in range(version, NEWEST_READ):
+            body = UPGRADES[step](kind.__name__, body)
+        result: T = _adapter(kind).validate_python(body)
     except (ValidationError, ValueError, zlib.error) as exc:
         raise RecordError(f"{kind.__name__} can't be read: {exc}") from exc
     return result
+
+
+def plain(raw: bytes) -> dict[str, Any]:
+    """What a record of whatever version says, unchecked: to tell its writer why it is refused. {}
+    if that is not to be seen."""
+    try:
+        body = _envelope(raw).get("record")
+    except (ValidationError, ValueError, zlib.error):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _envelope(raw: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = _ENVELOPE.validate_json(raw if raw[:1] == b"{" else _inflated(raw))
+    return found
 
 
 def _inflated(raw: bytes) -> bytes:

@@ -16,7 +16,10 @@ from dynamo_elastic.coordinator.records import (
     CommandRecord,
     MemberState,
     RecordError,
+    RecordNewer,
     decode,
+    from_json,
+    plain,
 )
 from dynamo_elastic.coordinator.session import Session
 from dynamo_elastic.coordinator.store import Store
@@ -38,6 +41,8 @@ from dynamo_elastic.worker.teller import TrafficTeller
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_NOT_NOW = (EngineError, StoreError, RegistrationFailed, RecordError)
+"""What may go away by itself, or by somebody's upgrade of this process."""
 _REPORT_EVERY_S = 0.5
 _LEAVE_TIMEOUT_S = 2.0
 
@@ -112,7 +117,7 @@ class Shell:
         while self._presence.state is MemberState.STANDBY:
             try:
                 return await self._participant.adopt()
-            except (EngineError, StoreError) as exc:
+            except _NOT_NOW as exc:
                 log.warning("it is not known yet whether there is an engine to adopt: %s", exc)
                 await asyncio.sleep(_RETRY_S)
 
@@ -121,7 +126,7 @@ class Shell:
             try:
                 async with self._one_at_a_time:
                     return await self._participant.resume()
-            except (EngineError, StoreError, RegistrationFailed) as exc:
+            except _NOT_NOW as exc:
                 log.warning("not ready to serve yet: %s", exc)
                 await asyncio.sleep(_RETRY_S)
 
@@ -135,6 +140,7 @@ class Shell:
                 self._check_token(command)
             except (RecordError, StaleCommand) as exc:
                 log.warning("command ignored: %s", exc)
+                await self._refuse(raw, exc)
                 continue
             if running is not None and not running.done():
                 running.cancel()
@@ -146,12 +152,23 @@ class Shell:
                 self._teller.see(command)
                 running = tasks.create_task(self._answer(command))
 
+    async def _refuse(self, raw: bytes | None, why: ElasticError) -> None:
+        """Tell a coordinator whose command we can't read that we can't, if we can read that much:
+        its operation fails at once, with the reason, and not after a deadline."""
+        said = plain(raw or b"") if isinstance(why, RecordNewer) else {}
+        try:
+            ack = from_json(AckRecord, {**said, "payload": {}, "status": "failed"})
+            ack = replace(ack, reason=f"{type(why).__name__}: {why}")
+        except RecordError:
+            return
+        await self._presence.put(self._parts.keys.ack(self._worker), ack)
+
     async def _settle_down(self) -> None:
         while True:
             try:
                 async with self._one_at_a_time:
                     return await self._participant.settle()
-            except (EngineError, StoreError, RegistrationFailed) as exc:
+            except _NOT_NOW as exc:
                 log.warning("the last operation is not undone yet: %s", exc)
                 await asyncio.sleep(_RETRY_S)
 
@@ -222,8 +239,13 @@ class Shell:
             if settling is not None:
                 settling.cancel()
                 await asyncio.gather(settling, return_exceptions=True)
-            if raw is not None:
-                settling = tasks.create_task(self._settle(Epoch(decode(int, raw))))
+            try:
+                epoch = None if raw is None else Epoch(decode(int, raw))
+            except RecordError as exc:
+                log.error("the decision is not followed, this rank serves as it did: %s", exc)
+                continue
+            if epoch is not None:
+                settling = tasks.create_task(self._settle(epoch))
 
     async def _settle(self, epoch: Epoch) -> None:
         try:
@@ -237,7 +259,7 @@ class Shell:
                 async with self._one_at_a_time:
                     await self._participant.follow(topology)
                 return await self._participant.refresh(topology)
-            except (EngineError, StoreError, RegistrationFailed) as exc:
+            except _NOT_NOW as exc:
                 log.warning("epoch %d is not followed yet: %s", epoch, exc)
                 await asyncio.sleep(_RETRY_S)
 
