@@ -62,6 +62,7 @@ BENCHMARKS = tuple(
             "gpu_stream",
             "gpu_rebind",
             "gpu_scale",
+            "gpu_rounds",
             "gpu_capacity",
             "vllm_elastic",
         ),

@@ -1,0 +1,147 @@
+"""Writes docs/scaling.md and its plots from the results of control_plane and simulate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plots import by_ranks, plot
+from results import Result
+
+PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
+TEXT = Path(__file__).with_name("scaling_text.md")
+
+
+def write_page(simulated: Mapping[str, Any], control_plane: Result) -> None:
+    """Plots and page; what is measured and what is simulated is said at each."""
+    _plot_phases(simulated)
+    _plot_weights(simulated)
+    _plot_etcd(simulated, control_plane)
+    rungs = control_plane["detail"]["rungs"]
+    parts = {
+        "RUNGS": _table(
+            ("ranks", *(str(r["ranks"]) for r in rungs)),
+            *((label, *(_number(r[key]) for r in rungs)) for label, key in _ROWS),
+        ),
+        "BREAKS": _breaks(control_plane),
+        "CHECKS": _table(
+            ("operation", "measured", "simulated", "off by", "where the parts come from"),
+            *(
+                (
+                    c["name"],
+                    f"{c['measured_s']:.3f} s",
+                    f"{c['simulated_s']:.3f} s",
+                    f"{100 * c['rel_err']:.0f} %",
+                    c["how"],
+                )
+                for c in simulated["checks"]
+            ),
+        ),
+        "OPERATIONS": _table(
+            ("ranks", "from images", "longest phase", "from parked", "longest phase"),
+            *_operations(simulated),
+        ),
+        "WEIGHTS": _table(
+            ("ranks", "direct", "tree"),
+            *(
+                (str(r["ranks"]), f"{r['direct_s']:.2f} s", f"{r['tree_s']:.2f} s")
+                for r in simulated["weights"]
+            ),
+        ),
+    }
+    text = TEXT.read_text()
+    for name, part in parts.items():
+        text = text.replace(f"{{{{{name}}}}}", part)
+    PAGE.write_text(text)
+
+
+_ROWS = (
+    ("admission of all ranks, s", "admission_s"),
+    ("commit transaction, p50, ms", "commit_p50_ms"),
+    ("commit transaction, p99, ms", "commit_p99_ms"),
+    ("decision answered -> a rank has heard, p50, ms", "watch_p50_ms"),
+    ("the same, p99, ms", "watch_p99_ms"),
+    ("boot of all ranks at once, s", "boot_s"),
+    ("scale by 8 ranks, p50, s", "operation_p50_s"),
+    ("keys", "keys"),
+    ("watches", "watchers"),
+    ("events told in an operation", "events_per_operation"),
+    ("bytes sent by etcd in an operation", "sent_bytes_per_operation"),
+    ("etcd's CPU in an operation, s", "etcd_cpu_s_per_operation"),
+    ("etcd's database, bytes", "db_bytes"),
+    ("its growth by an operation, bytes", "db_bytes_per_operation"),
+)
+
+
+def _number(value: float) -> str:
+    return f"{value:,}"
+
+
+def _breaks(control_plane: Result) -> str:
+    breaks = control_plane["detail"]["breaks"]
+    if breaks is None:
+        return f"Nothing broke up to {control_plane['detail']['rungs'][-1]['ranks']:,} ranks."
+    return f"At {breaks['ranks']:,} ranks, on this machine: `{breaks['what'].split('; the')[0]}`."
+
+
+def _table(head: tuple[str, ...], *rows: tuple[str, ...]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _operations(simulated: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    tiers = {
+        tier: {r["ranks"]: r for r in simulated["operations"] if r["tier"] == tier}
+        for tier in ("image", "parked")
+    }
+    rows = []
+    for ranks, image in tiers["image"].items():
+        parked = tiers["parked"][ranks]
+        told = [(f"{r['total_s']:.2f} s", r["dominant"]) for r in (image, parked)]
+        rows.append((str(ranks), *told[0], *told[1]))
+    return rows
+
+
+def _plot_phases(simulated: Mapping[str, Any]) -> None:
+    rows = [r for r in simulated["operations"] if r["tier"] == "image"]
+    ranks = [r["ranks"] for r in rows]
+    with plot("scaling_operation") as axes:
+        phases = list(rows[0]["phases_s"])
+        axes.stackplot(ranks, [[r["phases_s"][p] for r in rows] for p in phases], labels=phases)
+        parked = [r["total_s"] for r in simulated["operations"] if r["tier"] == "parked"]
+        axes.plot(ranks, parked, color="black", linestyle="--", label="total, from parked")
+        by_ranks(axes, ranks, "seconds (simulated)")
+        axes.set_title("One scale-up from 2 ranks, joiners from images, by phase")
+        axes.legend(loc="upper left", ncols=2, fontsize=8)
+
+
+def _plot_weights(simulated: Mapping[str, Any]) -> None:
+    rows = simulated["weights"]
+    ranks = [r["ranks"] for r in rows]
+    with plot("scaling_weights") as axes:
+        axes.plot(ranks, [r["direct_s"] for r in rows], marker="o", label="from the retained ranks")
+        axes.plot(ranks, [r["tree_s"] for r in rows], marker="s", label="in a tree")
+        by_ranks(axes, ranks, "seconds (simulated)")
+        axes.set_yscale("log")
+        axes.set_title("Dense weights to every joiner")
+        axes.legend()
+
+
+def _plot_etcd(simulated: Mapping[str, Any], control_plane: Result) -> None:
+    rows = [r for r in simulated["operations"] if r["tier"] == "image"]
+    ranks = [r["ranks"] for r in rows]
+    with plot("scaling_etcd") as axes:
+        axes.plot(ranks, [r["etcd_busy_s"] for r in rows], marker="o", label="simulated, 2 -> n")
+        rungs = control_plane["detail"]["rungs"]
+        axes.plot(
+            [r["ranks"] for r in rungs],
+            [r["etcd_cpu_s_per_operation"] for r in rungs],
+            marker="x",
+            linestyle="none",
+            label="CPU of etcd alone, measured, n -> n + 8",
+        )
+        by_ranks(axes, ranks, "seconds")
+        axes.set_yscale("log")
+        axes.set_title("What one operation costs etcd and the coordinator")
+        axes.legend()
