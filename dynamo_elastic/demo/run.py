@@ -196,14 +196,17 @@ async def _scale_under_load(
     reference = reference_texts(load.results)
     if not script.cold_before_load:
         facts.cold = await _cold_joiner(deployment, console)
+    spans: list[tuple[float, float]] = []
     for act in script.acts:
         console.print(f"[bold]{act.title}[/bold]")
         began_s = time.monotonic()
         trigger = partial(planner.set_limits, **act.limits)
         facts.operations += await _operation(deployment, timeline, console, trigger)
-        facts.gaps_s.append(longest_gap(load.results, began_s, time.monotonic()))
+        spans.append((began_s, time.monotonic()))
         await asyncio.sleep(_SETTLE_S)
     await load.stop()
+    # Not before every stream has ended: those that were moved are still open when an act is over.
+    facts.gaps_s = [longest_gap(load.results, *span) for span in spans]
     facts.summary = summarize(load.results, reference)
     status = await read_status(deployment.store, deployment.keys)
     facts.final_ranks = status.topology.world_size if status.topology else 0

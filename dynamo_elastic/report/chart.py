@@ -94,9 +94,12 @@ def pause_text(story: Story) -> str:
     gap = story.longest_gap
     if gap is None:
         return f"serving paused {seconds(story.switch_gap_s)} at the switch"
-    where = f"moved from {gap.moved_from} to {gap.worker}" if gap.moved_from else f"on {gap.worker}"
-    phase = story.phase_at(gap.ended_at_s)
-    during = f", in {phase.upper()}" if phase else ""
+    where = f"on {gap.worker}"
+    if gap.moved_from:
+        where = f"of a stream that moved from {gap.moved_from} to {gap.worker}"
+    phases = [story.phase_at(at_s) for at_s in (gap.began_at_s, gap.ended_at_s)]
+    named = [p.upper() for p in dict.fromkeys(phases) if p]
+    during = f", in {' to '.join(named)}" if named else ""
     return f"longest gap {seconds(gap.elapsed_s)} {where}{during}"
 
 

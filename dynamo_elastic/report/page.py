@@ -67,12 +67,17 @@ def _head(story: Story) -> str:
 
 def _tiles(story: Story) -> str:
     tiles = [("whole operation", seconds(story.elapsed_s), False)]
-    gap = story.longest_gap
-    if gap is not None:
-        tiles.append(("longest gap of a stream", seconds(gap.elapsed_s), True))
+    longest = story.longest_gap
+    for name, gap in (
+        ("stayed", story.longest_gap_of(False)),
+        ("moved", story.longest_gap_of(True)),
+    ):
+        if gap is not None:
+            what = f"longest gap of a stream that {name}"
+            tiles.append((what, seconds(gap.elapsed_s), gap is longest))
     if story.switch is not None:
         paused = seconds(story.switch_gap_s)
-        tiles.append(("pause between steps at the switch", paused, gap is None))
+        tiles.append(("pause between steps at the switch", paused, longest is None))
     if story.moved_bytes:
         tiles.append(("weights moved", size(story.moved_bytes), False))
     if story.joiners:

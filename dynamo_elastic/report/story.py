@@ -217,6 +217,10 @@ class Story:
     def longest_gap(self) -> Gap | None:
         return self.gaps[0] if self.gaps else None
 
+    def longest_gap_of(self, moved: bool) -> Gap | None:
+        """Of streams that were moved to another rank meanwhile, or of those that were not."""
+        return next((g for g in self.gaps if bool(g.moved_from) == moved), None)
+
     def phase_at(self, at_s: float) -> str:
         """The phase that was under way at `at_s`, '' outside of all."""
         began = [p.phase for p in self.phases if p.began_at_s <= at_s]
