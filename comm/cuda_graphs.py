@@ -59,7 +59,8 @@ class CudaGraphDriver:
         step()  # Kernels are loaded outside of a capture.
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph):
+        # A thread that is left behind in a connect may still call the driver.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             step()
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         owned = tuple(Span(int(s["address"]), int(s["total_size"])) for s in segments)

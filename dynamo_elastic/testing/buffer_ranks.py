@@ -20,6 +20,7 @@ from dynamo_elastic.engine.launch import EngineSettings
 from dynamo_elastic.engine.reference.checkpoint import load_weights
 from dynamo_elastic.engine.reference.gpu_experts import BufferExperts, stack_experts
 from dynamo_elastic.engine.reference.gpu_group import BufferGroup
+from dynamo_elastic.engine.reference.gpu_kernels import PLAIN, Choices, check
 from dynamo_elastic.engine.reference.gpu_shape import buffer_shape
 from dynamo_elastic.engine.reference.gpu_steps import GpuExecutor, empty_table, tile_sizes
 from dynamo_elastic.engine.reference.kv import KvCache
@@ -54,6 +55,7 @@ class EagerTiles:
 
     def __init__(self, model: Model, cache: KvCache, table: Tensor) -> None:
         self.sizes = tile_sizes(model.tile.batch_tokens)
+        self.kernels: Choices = PLAIN
         self.used: list[ExpertBuffer] = []
         """Buffers that they ran over, the last one now."""
         self._model = model
@@ -61,11 +63,16 @@ class EagerTiles:
         self._table = table
         self._stacks = stack_experts(model.weights)
 
+    def adopt(self, kernels: Choices) -> None:
+        check(kernels)
+        self.kernels = kernels
+
     def use(self, buffer: ExpertBuffer) -> None:
         self.used.append(buffer)
 
     def run(self, tile: Tensor) -> Tensor:
-        experts = BufferExperts(self.used[-1], self._stacks, self._table, tile)
+        buffer = self.used[-1]
+        experts = BufferExperts(buffer, self._stacks, self._table, tile, self.kernels)
         return self._model.compute(tile, len(tile), self._cache, experts)
 
 

@@ -142,6 +142,7 @@ def detach(engine: WarmEngine, parts_s: dict[str, float]) -> None:
         "threads": len(os.listdir("/proc/self/task")),
         "probe": engine.probe,
         "cuda": engine.device.held(),
+        "kernels": dict(engine.device.kernels),
     }
     path = engine.settings.control_dir / DETACHED_FILE
     partial = path.with_suffix(".partial")

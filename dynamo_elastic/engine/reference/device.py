@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +19,7 @@ from dynamo_elastic.engine.reference.kv import KvCache
 from dynamo_elastic.engine.reference.membership import Membership
 from dynamo_elastic.engine.reference.model import Model, Row, Weights
 from dynamo_elastic.engine.reference.store import HOST, Store
+from dynamo_elastic.errors import EngineError
 from dynamo_elastic.types import Epoch, Incarnation, Rank
 
 
@@ -34,12 +35,22 @@ class StepResult:
 class Executor(Protocol):
     """Steps of one life of an engine, and its place among the experts of its peers.
 
-    enter(), step() and keep_only() are called by the step loop's thread, the rest by the one that
-    prepares epochs.
+    adopt(), enter(), step() and keep_only() are called by the step loop's thread, the rest by the
+    one that prepares epochs.
     """
 
     def group(self, epoch: Epoch, rank: Rank, world_size: int) -> ExpertGroup:
         """A group of `epoch` to connect; the caller closes it."""
+        ...
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        """Which of several kernels it computes with, where that was a choice."""
+        ...
+
+    def adopt(self, kernels: Mapping[str, str]) -> None:
+        """Compute with `kernels`, those of another rank, from now on; this one serves nobody.
+        Raises EngineError if it can't."""
         ...
 
     def enter(self, group: ExpertGroup) -> None:
@@ -83,6 +94,11 @@ class Device(Protocol):
         """For one life. Raises EngineError if this process can't compute as it did."""
         ...
 
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        """As of the executors of this process; part of its images."""
+        ...
+
     def held(self) -> dict[str, int]:
         """What nobody sees from outside that a GPU's memory can't be saved with: see REPORTED in
         snapshot/cuda_findings.py. {} without a GPU."""
@@ -99,6 +115,10 @@ class HostDevice:
 
     def agent(self, incarnation: Incarnation, weights: Weights) -> TransferAgent:
         return NixlAgent(incarnation)
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        return {}
 
     def warm_up(self) -> None:
         NixlAgent("warm-up").close()
@@ -123,6 +143,14 @@ class HostExecutor:
 
     def group(self, epoch: Epoch, rank: Rank, world_size: int) -> ExpertGroup:
         return HostExpertGroup(epoch, rank, world_size)
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        return {}
+
+    def adopt(self, kernels: Mapping[str, str]) -> None:
+        if kernels:
+            raise EngineError(f"an engine on the CPU has no kernels {sorted(kernels)}")
 
     def enter(self, group: ExpertGroup) -> None:
         """Nothing to do: a group is all that its steps need."""

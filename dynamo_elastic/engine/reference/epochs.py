@@ -70,7 +70,8 @@ class Epochs:
             failpoint("engine.after_open")
         if (group.rank, group.world_size) != (rank, world_size):
             raise EngineError(f"epoch {epoch} is open here as {group.rank} of {group.world_size}")
-        return {"group": group.address, **self._own.endpoint()}
+        kernels = dict(self._executor.kernels)
+        return {"group": group.address, "kernels": kernels, **self._own.endpoint()}
 
     def _group(self, epoch: Epoch) -> ExpertGroup | None:
         """The group of `epoch`, connected or not."""
@@ -117,6 +118,8 @@ class Epochs:
             for rank, w in enumerate(topology.worker_ids)
             if w in others
         }
+        if others:
+            self._agree_on_kernels(topology, endpoints)
         try:
             group.connect(addresses, timeout_s=timeout_s)
         except PeerLost as exc:
@@ -127,6 +130,20 @@ class Epochs:
         self._in_loop(lambda: self._loop.set_pending(membership))
         del self._opened[epoch]
         failpoint("engine.after_connect")
+
+    def _agree_on_kernels(
+        self, topology: Topology, endpoints: dict[WorkerId, dict[str, Any]]
+    ) -> None:
+        """All ranks compute with the kernels of the first, so that a request gets the same tokens
+        on each of them. Raises EngineError if this one serves with others, or has not got them."""
+        first = topology.worker_ids[0]
+        theirs = endpoints.get(first, {}).get("kernels", {})
+        ours = dict(self._executor.kernels)
+        if first == self._worker_id or theirs == ours:
+            return
+        if self._loop.current is not None:
+            raise EngineError(f"this rank serves with kernels {ours}, {first} has {theirs}")
+        self._in_loop(lambda: self._executor.adopt(theirs))
 
     def _in_loop(self, function: Callable[[], None]) -> None:
         try:

@@ -5,7 +5,7 @@ Imported in an engine process that has a GPU alone: it needs the driver's librar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -95,6 +95,10 @@ class GpuDevice:
         # A buffer that could not be given back has its peers' memory mapped.
         imports = sum(arena.mapped for arena in self._imported) + abandoned()
         return {"multicast": 0, "ipc_imports": imports, "managed_bytes": 0}
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        return {} if self._graphs is None else self._graphs.kernels
 
     def warm_up(self) -> None:
         """The digest's kernel is compiled, which takes a second; the copy engine needs nothing."""

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from dynamo_elastic.comm.base import ExpertBuffer
 from dynamo_elastic.engine.reference.experts import Placement
+from dynamo_elastic.engine.reference.gpu_kernels import DOWN, GATE_UP, Choices, product
 from dynamo_elastic.engine.reference.layout import slot_prefix
 from dynamo_elastic.engine.reference.model import LIVE, Routing, Weights
 from dynamo_elastic.types import Rank, Region
@@ -90,12 +91,18 @@ class BufferExperts:
     """
 
     def __init__(
-        self, buffer: ExpertBuffer, stacks: ExpertStacks, table: Tensor, tile: Tensor
+        self,
+        buffer: ExpertBuffer,
+        stacks: ExpertStacks,
+        table: Tensor,
+        tile: Tensor,
+        kernels: Choices,
     ) -> None:
         self._buffer = buffer
         self._stacks = stacks
         self._table = table
         self._tile = tile
+        self._kernels = kernels
         self._rows = torch.arange(len(tile), device=tile.device)[:, None]
 
     def __call__(self, routing: Routing) -> Tensor:
@@ -105,9 +112,9 @@ class BufferExperts:
         slots = slots.to(self._buffer.topk_dtype)
         sent = self._buffer.dispatch(routing.hidden, slots)
         gate_up, down = self._stacks.gate_up[routing.layer], self._stacks.down[routing.layer]
-        gate, up = torch.bmm(sent.tokens, gate_up.transpose(1, 2)).chunk(2, dim=-1)
+        gate, up = product(self._kernels[GATE_UP], sent.tokens, gate_up).chunk(2, dim=-1)
         results = self._buffer.staging(sent)
-        torch.bmm(functional.silu(gate) * up, down.transpose(1, 2), out=results)
+        product(self._kernels[DOWN], functional.silu(gate) * up, down, out=results)
         out = torch.empty_like(routing.hidden)
         self._buffer.combine(results, slots, routing.weights, sent, out=out, staged=True)
         return out

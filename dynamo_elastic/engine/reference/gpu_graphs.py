@@ -13,6 +13,15 @@ from dynamo_elastic.comm.base import ExpertBuffer
 from dynamo_elastic.comm.cuda_graphs import CudaGraphDriver, keep_graphs_patchable
 from dynamo_elastic.comm.graph_rebind import GraphRebinder, verify
 from dynamo_elastic.engine.reference.gpu_experts import BufferExperts, ExpertStacks
+from dynamo_elastic.engine.reference.gpu_kernels import (
+    DOWN,
+    GATE_UP,
+    Choices,
+    check,
+    fastest,
+    product,
+    seconds_on_gpu,
+)
 from dynamo_elastic.engine.reference.kv import BLOCK_TOKENS, KvCache
 from dynamo_elastic.engine.reference.model import Model, Routing, Row, pack, tile_columns
 from dynamo_elastic.errors import RebindFailed, RebindRefused
@@ -51,13 +60,27 @@ class StepGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[int, Tensor] = {}
         self._rebinder: GraphRebinder | None = None
+        self._buffer: ExpertBuffer | None = None
+        self.kernels: Choices = {}
+        """As timed when the first buffer came, or adopted since."""
+
+    def adopt(self, kernels: Choices) -> None:
+        """Compute by `kernels` from now on: the graphs are captured again. Raises EngineError if
+        this release does not have them."""
+        check(kernels)
+        self.kernels = dict(kernels)
+        if self._buffer is not None:
+            self._rebinder = None
+            self.use(self._buffer)
 
     def use(self, buffer: ExpertBuffer) -> None:
         """The graphs run over `buffer`, which has no peers yet; proven by a replay. If they can't
         be rebound they are captured again. Raises RebindFailed if not even that is right."""
         began_s = time.monotonic()
+        self._buffer = buffer
+        self.kernels = self.kernels or self._tune(buffer)
         experts = {
-            size: BufferExperts(buffer, self._stacks, self._table, tile)
+            size: BufferExperts(buffer, self._stacks, self._table, tile, self.kernels)
             for size, tile in self._inputs.items()
         }
         try:
@@ -70,6 +93,20 @@ class StepGraphs:
             how = self._capture(buffer, experts)
             self._check(experts)
         _log.info("%s in %.0f ms", how, (time.monotonic() - began_s) * 1e3)
+
+    def _tune(self, buffer: ExpertBuffer) -> Choices:
+        """What is quickest for the shape of every step: a buffer gives each expert as many rows as
+        there can be."""
+        gate_up, down = self._stacks.gate_up[0], self._stacks.down[0]
+        count = buffer.shape.capacity * buffer.shape.max_tokens
+        size = {"device": gate_up.device, "dtype": gate_up.dtype}
+        operands = {
+            GATE_UP: (torch.zeros(len(gate_up), count, gate_up.shape[2], **size), gate_up),
+            DOWN: (torch.zeros(len(down), count, down.shape[2], **size), down),
+        }
+        chosen = fastest(lambda name, o: seconds_on_gpu(lambda: product(o, *operands[name])))
+        _log.info("kernels: %s", chosen)
+        return chosen
 
     def _rebind(self, buffer: ExpertBuffer, experts: dict[int, BufferExperts]) -> str:
         if self._rebinder is None:
@@ -87,7 +124,8 @@ class StepGraphs:
             self._eager(size, experts[size])  # Libraries load their kernels outside of a capture.
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph(keep_graph=True)
-            with torch.cuda.graph(graph, pool=pool):
+            # Another thread may use the GPU meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._outputs[size] = self._eager(size, experts[size])
             self._graphs[size] = graph
         probe = self._driver.probe(lambda: self._layer(experts), buffer.memory, buffer.parity)

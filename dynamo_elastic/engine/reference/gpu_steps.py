@@ -15,6 +15,7 @@ from dynamo_elastic.engine.reference.device import StepResult
 from dynamo_elastic.engine.reference.experts import Placement
 from dynamo_elastic.engine.reference.gpu_experts import NOBODY, expert_table, own_experts
 from dynamo_elastic.engine.reference.gpu_group import BufferGroup
+from dynamo_elastic.engine.reference.gpu_kernels import Choices
 from dynamo_elastic.engine.reference.membership import Membership
 from dynamo_elastic.engine.reference.model import Row, TileSize, pack
 from dynamo_elastic.types import Epoch, Rank
@@ -28,6 +29,16 @@ class Tiles(Protocol):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Ascending; the last one is that of a whole batch."""
+        ...
+
+    @property
+    def kernels(self) -> Choices:
+        """By which they compute; empty before the first use()."""
+        ...
+
+    def adopt(self, kernels: Choices) -> None:
+        """Compute by `kernels` from now on, in between two steps and with no peer active. Raises
+        EngineError if this release does not have them."""
         ...
 
     def use(self, buffer: ExpertBuffer) -> None:
@@ -73,6 +84,13 @@ class GpuExecutor:
         while self._parted:
             _destroy(self._parted.pop())
         return BufferGroup(epoch, rank, world_size, self._buffer, self._fresh)
+
+    @property
+    def kernels(self) -> Choices:
+        return self._tiles.kernels
+
+    def adopt(self, kernels: Choices) -> None:
+        self._tiles.adopt(kernels)
 
     def _fresh(self) -> ExpertBuffer:
         self._spare.append(self._make())

@@ -22,7 +22,7 @@ def warm(control_dir: Path) -> Any:
         settings=SimpleNamespace(control_dir=control_dir),
         weights=SimpleNamespace(arena=SimpleNamespace(size_bytes=1)),
         cache=SimpleNamespace(arena=SimpleNamespace(size_bytes=1)),
-        device=SimpleNamespace(held=dict),
+        device=SimpleNamespace(held=dict, kernels={}),
         probe="probe",
     )
 
