@@ -20,7 +20,7 @@ from dynamo_elastic.coordinator.records import (
     decode,
     encode,
 )
-from dynamo_elastic.coordinator.store import Guard, Put, Versioned
+from dynamo_elastic.coordinator.store import MOST_BYTES, MOST_OPS, Guard, Put, Versioned
 from dynamo_elastic.errors import LeadershipLost, StoreUnavailable
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.phases import Step
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 _GRACE_S = 1.0
 """A participant's own deadline passes so much before ours: a reason is worth more than silence."""
 _REWATCH_PAUSE_S = 0.1
-_MOST_COMMANDS = 100
-_MOST_BYTES = 1 << 20
-"""In one transaction: etcd takes 128 writes and 1.5 MiB."""
+_BATCH_COMMANDS = MOST_OPS * 3 // 4
+_BATCH_BYTES = MOST_BYTES * 3 // 4
+"""Of one transaction: the rest is for guards, names and what frames them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def _batches(values: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
     batch: dict[str, bytes] = {}
     size = 0
     for key, value in values.items():
-        if batch and (len(batch) == _MOST_COMMANDS or size + len(value) > _MOST_BYTES):
+        if batch and (len(batch) == _BATCH_COMMANDS or size + len(value) > _BATCH_BYTES):
             yield batch
             batch, size = {}, 0
         batch[key] = value

@@ -10,6 +10,11 @@ from typing import Protocol
 from dynamo_elastic.errors import StoreRefused, StoreUnavailable
 from dynamo_elastic.types import FencingToken, LeaseId
 
+MOST_OPS = 128
+"""Guards, and writes, of one transaction: what etcd takes unless it is told otherwise."""
+MOST_BYTES = 3 << 19
+"""Of one transaction."""
+
 
 @dataclass(frozen=True, slots=True)
 class Versioned:
@@ -92,7 +97,8 @@ class Store(Protocol):
         """Apply all of `ops` if all `guards` hold, and return the new revision.
 
         Raises GuardFailed (nothing applied), StoreUnavailable (nothing applied) or OutcomeUnknown.
-        A Put on a lease that has run out raises SessionLost (nothing applied).
+        A Put on a lease that has run out raises SessionLost (nothing applied), more than MOST_OPS
+        or MOST_BYTES a ValueError (nothing applied).
         """
         ...
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dynamo_elastic.coordinator.store import (
+    MOST_BYTES,
+    MOST_OPS,
     Changed,
     DeletePrefix,
     Guard,
@@ -51,6 +53,7 @@ class FakeStore:
 
     async def txn(self, guards: Sequence[Guard], ops: Sequence[Op]) -> int:
         await self._answer()
+        _check_size(guards, ops)
         _check_distinct(ops)
         return self._apply(guards, ops)
 
@@ -271,6 +274,15 @@ class _FakeWatch:
             if event is None:
                 raise StoreUnavailable("scripted: the watch broke")
             yield event
+
+
+def _check_size(guards: Sequence[Guard], ops: Sequence[Op]) -> None:
+    """Raise ValueError, as etcd does, if a transaction is too large."""
+    if max(len(guards), len(ops)) > MOST_OPS:
+        raise ValueError(f"a transaction of {len(guards)} guards and {len(ops)} writes")
+    size_bytes = sum(len(op.value) for op in ops if isinstance(op, Put))
+    if size_bytes > MOST_BYTES:
+        raise ValueError(f"a transaction of {size_bytes} bytes")
 
 
 def _check_distinct(ops: Sequence[Op]) -> None:

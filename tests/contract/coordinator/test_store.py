@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from dynamo_elastic.coordinator.etcd import EtcdStore
-from dynamo_elastic.coordinator.store import Changed, Delete, DeletePrefix, Guard, Put, Store
+from dynamo_elastic.coordinator.store import (
+    MOST_BYTES,
+    MOST_OPS,
+    Changed,
+    Delete,
+    DeletePrefix,
+    Guard,
+    Put,
+    Store,
+)
 from dynamo_elastic.errors import GuardFailed, SessionLost, StoreUnavailable
 from dynamo_elastic.testing import virtual_time
 from dynamo_elastic.testing.etcd_process import EtcdProcess, etcd_missing, etcd_process
@@ -116,6 +125,24 @@ def test_touching_a_key_twice_in_one_transaction_is_a_mistake(on_store: Runner) 
             with pytest.raises(ValueError, match="duplicate key"):
                 await store.txn([], [Put("/t/a", b"1"), other])
         assert await store.get("/t/a") is None
+
+    on_store(body)
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [Put(f"/t/{i}", b"") for i in range(MOST_OPS + 1)],
+        [Put("/t/a", b""), Put("/t/large", b"x" * (MOST_BYTES + 1))],
+    ],
+    ids=["writes", "bytes"],
+)
+def test_a_transaction_that_is_too_large_is_a_mistake(on_store: Runner, ops: list[Put]) -> None:
+    async def body(store: Store) -> None:
+        with pytest.raises(ValueError, match=r"too|transaction"):
+            await store.txn([], ops)
+        assert await store.get_prefix("/t/") == ()
+        await store.txn([], [Put(f"/t/{i}", b"") for i in range(MOST_OPS)])
 
     on_store(body)
 
