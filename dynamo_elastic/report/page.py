@@ -68,10 +68,8 @@ def _head(story: Story) -> str:
 def _tiles(story: Story) -> str:
     tiles = [("whole operation", seconds(story.elapsed_s), False)]
     longest = story.longest_gap
-    for name, gap in (
-        ("stayed", story.longest_gap_of(False)),
-        ("moved", story.longest_gap_of(True)),
-    ):
+    for name, moved in (("stayed", False), ("moved", True)):
+        gap = story.longest_gap_of(moved)
         if gap is not None:
             what = f"longest gap of a stream that {name}"
             tiles.append((what, seconds(gap.elapsed_s), gap is longest))

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 from dynamo_elastic.report.chart import whole
-from dynamo_elastic.report.story import Story
+from dynamo_elastic.report.story import Link, StepSpan, Story
 from dynamo_elastic.report.words import rate, seconds, size
 
 _LEFT_PX, _RIGHT_PX = 150, 1120 - 24
@@ -60,22 +60,15 @@ def number_faults(story: Story, html: str) -> list[str]:
         "joiners": [row[:3] for row in read.rows("joiners")],
         "steps": sorted(read.rows("steps")),
     }
+    opened_at_s = story.opened_at_s
     told: dict[str, Any] = {
         "phases": [
-            [p.phase.upper(), f"{p.began_at_s - story.opened_at_s:.3f}", f"{p.elapsed_s or 0:.3f}"]
+            [p.phase.upper(), f"{p.began_at_s - opened_at_s:.3f}", f"{p.elapsed_s or 0:.3f}"]
             for p in story.phases
         ],
-        "links": [
-            [k.source, k.target, k.step, size(k.size_bytes), seconds(k.elapsed_s)]
-            + [rate(k.size_bytes, k.elapsed_s)]
-            for k in story.links
-        ],
+        "links": [_link_row(link) for link in story.links],
         "joiners": [[j.worker, j.tier, seconds(j.ready_s)] for j in story.joiners],
-        "steps": sorted(
-            [s.worker, s.phase.upper(), s.step, f"{s.began_at_s - story.opened_at_s:.3f}"]
-            + [f"{s.elapsed_s:.3f}", s.outcome, s.reason]
-            for s in story.steps
-        ),
+        "steps": sorted(_step_row(step, opened_at_s) for step in story.steps),
     }
     tiles = re.findall(r'<div class="tile[^"]*"><b>([^<]*)</b><span>([^<]*)</span>', html)
     shown |= {name: value for value, name in tiles}
@@ -91,6 +84,17 @@ def number_faults(story: Story, html: str) -> list[str]:
         for name, value in told.items()
         if shown.get(name) != value
     ]
+
+
+def _link_row(link: Link) -> list[str]:
+    size_bytes, elapsed_s = link.size_bytes, link.elapsed_s
+    numbers = [size(size_bytes), seconds(elapsed_s), rate(size_bytes, elapsed_s)]
+    return [link.source, link.target, link.step, *numbers]
+
+
+def _step_row(step: StepSpan, opened_at_s: float) -> list[str]:
+    when = [f"{step.began_at_s - opened_at_s:.3f}", f"{step.elapsed_s:.3f}"]
+    return [step.worker, step.phase.upper(), step.step, *when, step.outcome, step.reason]
 
 
 def bar_faults(story: Story, html: str) -> list[str]:
