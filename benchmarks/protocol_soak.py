@@ -1,171 +1,216 @@
-"""1 -> 4 -> 2 -> 3 -> 1 ranks, hundreds of times, under streaming load, on one machine.
+"""A walk at random among the legal widths, under streaming load, with every component ended and
+started anew on the way: what is violated, and what grows.
 
-Everything that lives through all cycles must hold what it held after the first ones: each is
-measured after every cycle, and the least-squares line from cycle 10 on is its growth.
+A run takes --minutes, or ends after --resizes. `--add` adds it to the result of the same day, so
+that a long soak can be had in slices. Growth is per 100 resizes: the least-squares line over what a
+process held at each rest, summed over the processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import secrets
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib import pyplot
-from provenance import write_result
+from provenance import RESULTS, write_result
 from rich.console import Console
-from rich.progress import Progress
 
-from dynamo_elastic.agent.base import Tier
 from dynamo_elastic.demo.run import demo_prompts
-from dynamo_elastic.testing.cycles import Footprint, is_ours, lasting, slope
-from dynamo_elastic.testing.soak import Cycle, SoakResult, soak, soak_config
+from dynamo_elastic.testing.cycles import is_ours
+from dynamo_elastic.testing.soak import REST_EVERY, SoakResult, soak, soak_config
 
-CLIENTS = 6
-SETTLE_S = 0.5
-SAY_EVERY = 10
-WARM_CYCLES = 10
-"""Growth is measured after so many: caches and pools are filled by then."""
+CLIENTS = 2
+SAY_EVERY = 20
+WARM_RESTS = 3
+"""A process has filled its caches and pools by then."""
+LEAST_RESTS = 6
+"""Of one process, for a line through what it held."""
+MEASURES = ("rss_bytes", "fds", "threads")
 
-Measure = Callable[[Footprint], int]
-MEASURES: dict[str, Measure] = {
-    "rss_bytes": lambda f: f.rss_bytes,
-    "fds": lambda f: f.fds,
-    "threads": lambda f: f.threads,
-}
+Slice = Mapping[str, Any]
+"""One run, as it is stored."""
 
 
-def run(cycles: int, work_dir: Path, console: Console) -> SoakResult:
-    with Progress(console=console) as progress:
-        task = progress.add_task("cycles", total=cycles)
+def run(arguments: argparse.Namespace, console: Console) -> Slice:
+    """Walk, and say from time to time how it goes."""
+    began_s = time.monotonic()
+    until_s = began_s + 60 * arguments.minutes
 
-        def show(result: SoakResult) -> None:
-            progress.advance(task)
-            if len(result.cycles) % SAY_EVERY == 0:
-                console.print(so_far(result), soft_wrap=True)
+    def lasts(result: SoakResult) -> bool:
+        if result.resizes and result.resizes % SAY_EVERY == 0:
+            console.print(so_far(result, time.monotonic() - began_s), soft_wrap=True)
+        most: int = arguments.resizes
+        return time.monotonic() < until_s and result.resizes < most
 
-        return asyncio.run(
-            soak(
-                soak_config(work_dir, "soak"),
-                demo_prompts(),
-                clients=CLIENTS,
-                cycles=cycles,
-                settle_s=SETTLE_S,
-                say=console.print,
-                progress=show,
-            )
+    result = asyncio.run(
+        soak(
+            soak_config(arguments.work_dir.resolve(), "soak"),
+            demo_prompts(),
+            seed=arguments.seed,
+            clients=CLIENTS,
+            lasts=lasts,
+            say=console.print,
         )
+    )
+    return stored(result, time.monotonic() - began_s)
 
 
-def so_far(result: SoakResult) -> str:
-    tally, last = result.tally, result.cycles[-1]
-    held = [f for p, f in last.footprints.items() if is_ours(p)]
+def so_far(result: SoakResult, elapsed_s: float) -> str:
+    tally = result.tally
     return (
-        f"cycle {len(result.cycles)}: {last.elapsed_s:.1f} s, {tally.requests} requests, "
-        f"{tally.failed} failed, {tally.unequal} unequal, {tally.moved} moved, "
-        f"{sum(f.rss_bytes for f in held) / 1e6:.1f} MB, {sum(f.fds for f in held)} descriptors, "
-        f"{sum(f.threads for f in held)} threads, {last.etcd_keys} keys"
+        f"{elapsed_s:.0f} s: {result.resizes} resizes, {result.retried} asked for again, "
+        f"{sum(result.restarts.values())} restarts, {len(result.violations)} violations, "
+        f"{tally.requests} requests, {tally.failed} failed, {tally.unequal} unequal"
     )
 
 
-def series(cycles: Sequence[Cycle], processes: Sequence[str], measure: Measure) -> list[int]:
-    """The sum over `processes` at the end of each cycle."""
-    return [sum(measure(c.footprints[p]) for p in processes) for c in cycles]
-
-
-def growth(values: Sequence[float]) -> dict[str, float]:
-    """How `values`, one a cycle, grow per 100 cycles: in their unit, and in percent."""
-    grown = slope(values)
-    return {"slope": round(grown, 3), "percent": round(100 * grown / statistics.mean(values), 3)}
-
-
-def growths(cycles: Sequence[Cycle]) -> dict[str, dict[str, dict[str, float]]]:
-    """Of each process that lives through all `cycles`, and of ours together."""
-    processes = lasting([c.footprints for c in cycles])
-    groups = {p: [p] for p in processes} | {"ours": [p for p in processes if is_ours(p)]}
+def stored(result: SoakResult, elapsed_s: float) -> Slice:
+    tally = result.tally
     return {
-        name: {m: growth(series(cycles, group, of)) for m, of in MEASURES.items()}
-        for name, group in groups.items()
-    }
-
-
-def metrics_of(result: SoakResult, warm: Sequence[Cycle]) -> dict[str, float]:
-    tiers = {t for c in result.cycles for t in c.tiers}
-    if tiers != {Tier.IMAGE}:
-        raise SystemExit(f"not every joiner came from an image: {sorted(tiers)}")
-    tally, ours = result.tally, growths(warm)["ours"]
-    keys = growth([c.etcd_keys for c in warm])
-    return {
-        "cycles": len(result.cycles),
-        "cycle_s": round(statistics.median(c.elapsed_s for c in result.cycles), 3),
+        "seed": result.seed,
+        "elapsed_s": round(elapsed_s, 1),
+        "resizes": result.resizes,
+        "retried": result.retried,
+        "restarts": dict(result.restarts),
+        "violations": list(result.violations),
         "requests_total": tally.requests,
         "requests_failed": tally.failed,
+        "requests_unequal": tally.unequal,
         "requests_moved": tally.moved,
-        "tokens_equal": int(tally.unequal == 0 and tally.requests > tally.failed),
-        "token_gap_max_ms": round(1e3 * tally.gap_max_s, 1),
-        "moved_gap_max_ms": round(1e3 * tally.moved_gap_max_s, 1),
-        "rss_slope_bytes": ours["rss_bytes"]["slope"],
-        "rss_slope_percent": ours["rss_bytes"]["percent"],
-        "fd_slope": ours["fds"]["slope"],
-        "fd_slope_percent": ours["fds"]["percent"],
-        "thread_slope": ours["threads"]["slope"],
-        "thread_slope_percent": ours["threads"]["percent"],
-        "etcd_keys_slope": keys["slope"],
+        "errors": sorted(tally.errors),
+        "resize_s": [round(s, 3) for s in result.resize_s],
+        "rests": [
+            {
+                "resizes": rest.resizes,
+                "etcd_keys": rest.etcd_keys,
+                "processes": {name: asdict(f) for name, f in rest.footprints.items()},
+            }
+            for rest in result.rests
+        ],
     }
 
 
-def detail_of(result: SoakResult, warm: Sequence[Cycle]) -> dict[str, Any]:
-    cycles = result.cycles
-    processes = lasting([c.footprints for c in cycles])
+def segments(slices: Sequence[Slice], measure: str) -> dict[str, list[list[tuple[int, float]]]]:
+    """Process name -> for each life of it, (resizes, what it held) at each rest, the warm ones."""
+    found: dict[str, list[list[tuple[int, float]]]] = {}
+    for part in slices:
+        lives: dict[str, list[tuple[int, float]]] = {}
+        for rest in part["rests"]:
+            for process, held in rest["processes"].items():
+                lives.setdefault(process, []).append((rest["resizes"], held[measure]))
+        for process, points in lives.items():
+            if is_ours(process) and len(points) >= WARM_RESTS + LEAST_RESTS:
+                found.setdefault(process.partition(":")[0], []).append(points[WARM_RESTS:])
+    return found
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Growth per 100 resizes: that of the least-squares line."""
+    x, y = zip(*points, strict=True)
+    return 100 * statistics.linear_regression(x, y).slope if len(set(x)) > 1 else 0.0
+
+
+def growth(slices: Sequence[Slice], measure: str) -> dict[str, float]:
+    """Of each process: the mean over its lives, weighted with how long they were."""
+    found = {}
+    for name, lives in sorted(segments(slices, measure).items()):
+        weight = sum(len(points) for points in lives)
+        found[name] = sum(slope(points) * len(points) for points in lives) / weight
+    return found
+
+
+def keys_slope(slices: Sequence[Slice]) -> float:
+    lines = [[(r["resizes"], r["etcd_keys"]) for r in part["rests"]] for part in slices]
+    lines = [points for points in lines if len(points) > 1]
+    weight = sum(len(points) for points in lines)
+    return sum(slope(points) * len(points) for points in lines) / weight if weight else 0.0
+
+
+def metrics_of(slices: Sequence[Slice]) -> dict[str, float]:
+    def total(name: str) -> int:
+        return sum(part[name] for part in slices)
+
+    durations = [s for part in slices for s in part["resize_s"]]
     return {
-        "errors": sorted(result.tally.errors),
-        "requests_drained": sum(c.drained for c in cycles),
-        "growth_per_100_cycles": growths(warm),
-        "cycle_s": [round(c.elapsed_s, 3) for c in cycles],
-        "etcd_keys": [c.etcd_keys for c in cycles],
-        "series": {
-            p: {m: series(cycles, [p], of) for m, of in MEASURES.items()} for p in processes
-        },
+        "resizes": total("resizes"),
+        "slices": len(slices),
+        "violations": sum(len(part["violations"]) for part in slices),
+        "restarts": sum(sum(part["restarts"].values()) for part in slices),
+        "resize_s": round(statistics.median(durations), 3),
+        "requests_total": total("requests_total"),
+        "requests_failed": total("requests_failed"),
+        "requests_unequal": total("requests_unequal"),
+        "requests_moved": total("requests_moved"),
+        "rss_slope_bytes": round(sum(growth(slices, "rss_bytes").values())),
+        "fd_slope": round(sum(growth(slices, "fds").values()), 3),
+        "threads": round(sum(growth(slices, "threads").values()), 3),
+        "etcd_keys_slope": round(keys_slope(slices), 3),
     }
 
 
-def plot(result: SoakResult, path: Path) -> None:
-    """Resident memory and descriptors of each process of ours, over the cycles."""
+def detail_of(slices: Sequence[Slice]) -> dict[str, Any]:
+    return {
+        "growth_per_100_resizes": {m: growth(slices, m) for m in MEASURES},
+        "slices": list(slices),
+    }
+
+
+def plot(slices: Sequence[Slice], path: Path) -> None:
+    """Resident memory and descriptors of each process, life by life, over the resizes."""
     mpl.use("Agg")
-    processes = [p for p in lasting([c.footprints for c in result.cycles]) if is_ours(p)]
     figure, (memory, descriptors) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6))
-    for process in processes:
-        name = process.partition(":")[0]
-        sizes = series(result.cycles, [process], MEASURES["rss_bytes"])
-        memory.plot([s / 1e6 for s in sizes], label=name)
-        descriptors.plot(series(result.cycles, [process], MEASURES["fds"]), label=name)
+    for axes, measure, scale in ((memory, "rss_bytes", 1e6), (descriptors, "fds", 1)):
+        for number, (name, lives) in enumerate(sorted(segments(slices, measure).items())):
+            for points in lives:
+                label = name if points is lives[0] else None
+                x, y = zip(*points, strict=True)
+                axes.plot(x, [v / scale for v in y], label=label, color=f"C{number}")
     memory.set_ylabel("resident memory (MB)")
     descriptors.set_ylabel("open descriptors")
-    descriptors.set_xlabel("cycle 1 -> 4 -> 2 -> 3 -> 1")
+    descriptors.set_xlabel(f"resizes (a point every {REST_EVERY})")
     for axes in (memory, descriptors):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-    memory.legend(ncols=4, fontsize="small")
+    if memory.lines:
+        memory.legend(ncols=4, fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=80)
 
 
+def earlier_slices() -> list[Slice]:
+    """Those of the newest result."""
+    paths = sorted(RESULTS.glob("protocol_soak-*.json"))
+    detail = json.loads(paths[-1].read_text())["detail"] if paths else {}
+    return list(detail.get("slices", ()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cycles", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--resizes", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31))
+    parser.add_argument("--add", action="store_true", help="to the newest result")
     parser.add_argument("--work-dir", type=Path, default=Path(".demo/soak"))
     arguments = parser.parse_args()
     console = Console(highlight=False)
-    result = run(arguments.cycles, arguments.work_dir.resolve(), console)
-    warm = result.cycles[WARM_CYCLES:] or result.cycles
-    metrics = metrics_of(result, warm)
-    path = write_result("protocol_soak", metrics, detail_of(result, warm))
-    plot(result, path.with_suffix(".png"))
+    console.print(f"seed {arguments.seed}")
+    slices = [*(earlier_slices() if arguments.add else ()), run(arguments, console)]
+    metrics = metrics_of(slices)
+    path = write_result("protocol_soak", metrics, detail_of(slices))
+    plot(slices, path.with_suffix(".png"))
     for name, value in metrics.items():
         console.print(f"{name:24} {value}")
+    for violation in slices[-1]["violations"]:
+        console.print(violation, soft_wrap=True)
     console.print(f"written to {path}")
 
 

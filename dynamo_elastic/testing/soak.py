@@ -1,41 +1,89 @@
-"""A soak: 1 -> 4 -> 2 -> 3 -> 1 ranks, again and again, under streaming load, all of it counted.
+"""A soak: a walk at random among the legal widths, under streaming load, with every component ended
+and started anew on the way; and all that must hold meanwhile, checked.
 
-What the streams said is folded into a Tally after every operation, so that the soak itself does
-not grow with the requests it makes.
+A walk follows from its seed, but for the moments at which things happen. What the streams said is
+folded into a Tally after every resize, and what etcd saw is checked and forgotten at every rest, so
+that the soak itself does not grow with what it does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+import signal
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.coordinator.records import OutcomeStatus, TargetOutcome
+from dynamo_elastic.coordinator.status import Status, read_status
+from dynamo_elastic.coordinator.store import Put
+from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
 from dynamo_elastic.demo.load import Load, Prompt, StreamResult, reference_texts
 from dynamo_elastic.demo.run import demo_config
-from dynamo_elastic.demo.view import PhaseFacts
+from dynamo_elastic.dynamo.decisions import PlannerKeys
+from dynamo_elastic.errors import ElasticError, OutcomeUnknown, StoreError
 from dynamo_elastic.serve.deployment import Deployment, running
-from dynamo_elastic.testing.cycles import Footprints, MovedRequests, footprints, scale_to
+from dynamo_elastic.serve.ready import http_ok, model_listed
+from dynamo_elastic.testing.chaos.checker import check_serving, check_writes
+from dynamo_elastic.testing.chaos.history import History, Write
+from dynamo_elastic.testing.chaos.recorder import Recorder
+from dynamo_elastic.testing.cycles import Footprints, MovedRequests, footprints
 
-WIDTHS = (4, 2, 3, 1)
-"""Of one cycle, which begins with one rank."""
+REST_WIDTH = 1
+"""At which footprints are taken: the same each time, as every rank holds something."""
 
+REST_EVERY = 10
+"""Resizes between two footprints."""
+
+RESTART_EVERY = 15
+"""Resizes between two restarts."""
+
+HEAL_S = 90.0
+"""In this time the deployment is whole again, whatever was ended, or it hangs."""
+
+WINDOW_S = 20.0
+"""For which a rank that was put out may go on serving: lease, eviction and their waits."""
+_SETTLE_S = 1.0
+_POLL_S = 0.1
 _SHOWN_ERRORS = 5
 _REFERENCE_TIMEOUT_S = 60.0
 
 
+class Component(StrEnum):
+    """What is ended and started anew: by SIGKILL, but for etcd and the frontend, of which there is
+    one each and which are asked to stop."""
+
+    COORDINATOR = "coordinator"
+    AGENT = "agent"
+    SHELL = "shell"
+    ENGINE = "engine"
+    PLANNER = "planner"
+    FRONTEND = "frontend"
+    ETCD = "etcd"
+
+
 def soak_config(work_dir: Path, deployment: str) -> DeploymentConfig:
-    """The demo's model with ranks that can hold all of its experts alone, and joiners that are
-    restored from images. Without a planner."""
+    """The demo's model with ranks that can hold all of its experts alone. A planner that is no
+    process of `serve` decides: the walk stands in for it."""
     return demo_config(
         work_dir,
         deployment,
-        planner={"enabled": False},
-        scale={"initial_ranks": 1, "min_ranks": 1},
+        planner={"enabled": True, "start": False},
+        scale={
+            "initial_ranks": 1,
+            "min_ranks": 1,
+            "lease_ttl_s": 3,
+            "step_timeout_s": 15,
+            "quarantine_s": 1.0,
+        },
+        snapshot={"quarantine_s": 1.0},
         engine={"slots_per_rank": 16},
-        snapshot={"parked": {"enabled": False}},
     )
 
 
@@ -79,69 +127,220 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Cycle:
-    """One cycle as it was measured at its end, with one rank serving."""
+class Rest:
+    """What was held after so many resizes, at REST_WIDTH."""
 
-    elapsed_s: float
+    resizes: int
     footprints: Footprints
     etcd_keys: int
-    tiers: frozenset[str]
-    """Where its joiners came from."""
-    drained: int
-    """Requests that its leavers sent on, as they acknowledged it."""
 
 
 @dataclass(slots=True)
 class SoakResult:
-    """All cycles, and all streams."""
+    """A walk so far."""
 
+    seed: int
     tally: Tally
-    cycles: list[Cycle] = field(default_factory=list)
+    resizes: int = 0
+    """Operations that reached the width that they were asked for."""
+    retried: int = 0
+    """Targets that were asked for again: a restart had come in between."""
+    resize_s: list[float] = field(default_factory=list)
+    restarts: dict[str, int] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+    rests: list[Rest] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Walk:
+    """One walk over a running deployment; step() until it has lasted long enough."""
+
+    deployment: Deployment
+    load: Load
+    recorder: Recorder
+    result: SoakResult
+    rng: random.Random
+    prompts: list[Prompt]
+    clients: int
+    _decision: int = 0
+    _stored: dict[str, Write] = field(default_factory=dict)
+    _moved: MovedRequests = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._moved = MovedRequests(self.deployment.config)
+
+    async def step(self) -> None:
+        """One resize, and what is due after it."""
+        done, width = self.result.resizes, (await self.status()).width
+        resting = (done + 1) % REST_EVERY == 0 and width != REST_WIDTH
+        widths = range(1, self.deployment.config.scale.max_ranks + 1)
+        others = [n for n in widths if n != width]
+        await self.resize(REST_WIDTH if resting else self.rng.choice(others))
+        self._count_streams()
+        if resting:
+            await self._rest()
+        if self.result.resizes % RESTART_EVERY == 0:
+            turn = self.result.resizes // RESTART_EVERY
+            parts = list(Component)
+            await self.restart(parts[turn % len(parts)])
+
+    async def resize(self, ranks: int) -> None:
+        """The deployment is whole with `ranks` ranks. Raises ElasticError after HEAL_S."""
+        deadline_s = time.monotonic() + HEAL_S
+        while True:
+            began_s = time.monotonic()
+            outcome = await self._ask(ranks)
+            reached = outcome is not None and outcome.status is OutcomeStatus.REACHED
+            status = await self._whole(deadline_s)
+            if status.width == ranks:
+                self.result.resizes += 1
+                self.result.resize_s.append(time.monotonic() - began_s)
+                return
+            self.result.retried += not reached
+
+    async def _ask(self, ranks: int) -> TargetOutcome | None:
+        """Ask as a user or as the planner does; None if nobody has answered yet."""
+        d = self.deployment
+        with suppress(StoreError):
+            if self.rng.random() < 0.5:
+                request = await request_scale(d.store, d.keys, ranks, "cli")
+                return await wait_outcome(d.store, d.keys, request, timeout_s=HEAL_S / 3)
+            keys = PlannerKeys(d.config.namespace)
+            number = b"%d" % self._decision
+            self._decision += 1
+            await d.store.txn([], [Put(keys.ranks, b"%d" % ranks), Put(keys.decision, number)])
+            await self._acknowledged(keys, number)
+        return None
+
+    async def _acknowledged(self, keys: PlannerKeys, number: bytes) -> None:
+        deadline_s = time.monotonic() + HEAL_S / 3
+        while time.monotonic() < deadline_s:
+            stored = await self.deployment.store.get(keys.acknowledged)
+            if stored is not None and stored.value == number:
+                return
+            await asyncio.sleep(_POLL_S / 2)
+        raise OutcomeUnknown(f"decision {number.decode()} is not acknowledged")
+
+    async def _whole(self, deadline_s: float) -> Status:
+        why = "etcd does not answer"
+        while time.monotonic() < deadline_s:
+            with suppress(StoreError):
+                status = await self.status()
+                why = unrest(status)
+                if not why:
+                    return status
+            await asyncio.sleep(_POLL_S)
+        raise ElasticError(f"not whole after {HEAL_S:g} s: {why}")
+
+    async def status(self) -> Status:
+        return await read_status(self.deployment.store, self.deployment.keys)
+
+    async def restart(self, part: Component) -> None:
+        """End `part`; it, or its successor, is there again when this returns."""
+        self.result.restarts[part] = self.result.restarts.get(part, 0) + 1
+        supervisor = self.deployment.supervisor
+        if part is Component.PLANNER:
+            self._decision = 0  # a new one counts from 0
+        elif part is Component.ETCD:
+            await supervisor.restart("etcd")
+        elif part is Component.FRONTEND:
+            await self._without_clients(self._restart_frontend)
+        elif part in (Component.COORDINATOR, Component.AGENT):
+            os.kill(supervisor.pids[part], signal.SIGKILL)
+        else:
+            # With others that its streams can go on at.
+            await self.resize(max(3, (await self.status()).width - 1))
+            await self._kill_rank(part)
+        await asyncio.sleep(_SETTLE_S)
+        await self._whole(time.monotonic() + HEAL_S)
+
+    async def _kill_rank(self, part: Component) -> None:
+        slot = self.rng.choice([s for s in await self.deployment.agent.slots() if s.incarnation])
+        if part is Component.ENGINE:
+            os.kill(slot.pid, signal.SIGKILL)
+        else:
+            os.kill(self.deployment.supervisor.pids[f"slot{slot.slot}"], signal.SIGKILL)
+
+    async def _without_clients(self, act: Callable[[], object]) -> None:
+        await self.load.stop()
+        self._count_streams()
+        await act()  # type: ignore[misc]
+        d = self.deployment
+        self.load = Load(d.url, d.config.model.name, self.prompts, self.clients)
+        self.load.start()
+
+    async def _restart_frontend(self) -> None:
+        d = self.deployment
+        await d.supervisor.restart("frontend")
+        await asyncio.wait_for(http_ok(f"{d.url}/health")(), HEAL_S)
+        await model_listed(d.url, d.config.model.name, timeout_s=HEAL_S)
+
+    def _count_streams(self) -> None:
+        # Ids first: who has ended by now was moved before.
+        moved = self._moved.new()
+        self.result.tally.add(self.load.take(), moved)
+
+    async def _rest(self) -> None:
+        await asyncio.sleep(_SETTLE_S)
+        self.check()
+        d = self.deployment
+        keys = len(await d.store.get_prefix(d.keys.prefix))
+        self.result.rests.append(Rest(self.result.resizes, await footprints(d), keys))
+
+    def check(self) -> None:
+        """Judge what was recorded since the last time, and forget it."""
+        writes, seen = self.recorder.take()
+        before = sorted(self._stored.values(), key=lambda w: w.revision)
+        history = History(self.deployment.keys.prefix, before, {}, writes, seen)
+        for write in writes:
+            if write.value is None:
+                self._stored.pop(write.key, None)
+            else:
+                self._stored[write.key] = write
+        found = [*check_writes(history), *check_serving(history, WINDOW_S)]
+        self.result.violations += [f"{v.rule}: {v.what}" for v in found]
+
+
+def unrest(status: Status) -> str:
+    """Why a deployment is not at rest; '' if it is."""
+    if status.operation is not None:
+        return f"{status.operation.operation_id} is in {status.operation.phase}"
+    if not status.leader:
+        return "nobody leads"
+    if status.withdrawn is not None or status.in_force is None:
+        return "no decided topology is served"
+    if lost := status.lost_reasons():
+        return f"lost: {lost}"
+    waits = status.target is not None and status.target.ranks != status.width
+    return f"{status.width} ranks: {status.notice}" if waits and status.notice else ""
 
 
 async def soak(
     config: DeploymentConfig,
     prompts: list[Prompt],
     *,
+    seed: int,
     clients: int,
-    cycles: int,
-    settle_s: float,
+    lasts: Callable[[SoakResult], bool],
     say: Callable[[str], None],
-    progress: Callable[[SoakResult], None] = lambda _: None,
 ) -> SoakResult:
-    """Serve `config` and run `cycles` under load; each is measured `settle_s` after its last
-    operation. Raises ElasticError if an operation is not done."""
-    async with running(config, say) as deployment:
+    """Serve `config`, and walk for as long as `lasts` says, which sees the result after each step.
+    A deployment that hangs ends the walk: that is a violation."""
+    async with AsyncExitStack() as stack:
+        deployment = await stack.enter_async_context(running(config, say))
+        recorder = Recorder(config.etcd.urls, config, deployment.keys.prefix)
+        await stack.enter_async_context(recorder.running())
         load = Load(deployment.url, config.model.name, prompts, clients)
-        moved = MovedRequests(config)
         load.start()
         await load.wait_for_each_prompt(timeout_s=_REFERENCE_TIMEOUT_S)
-        result = SoakResult(Tally(reference_texts(load.results)))
-        for _ in range(cycles):
-            result.cycles.append(await _cycle(deployment, load, moved, result.tally, settle_s))
-            progress(result)
-        await load.stop()
-        result.tally.add(load.take(), moved.new())
+        result = SoakResult(seed, Tally(reference_texts(load.results)))
+        walk = Walk(deployment, load, recorder, result, random.Random(seed), prompts, clients)
+        try:
+            while lasts(result):
+                await walk.step()
+        except ElasticError as exc:
+            result.violations.append(f"hang: {exc}")
+        await walk.load.stop()
+        walk.check()
+        result.tally.add(walk.load.take(), set())
     return result
-
-
-async def _cycle(
-    deployment: Deployment, load: Load, moved: MovedRequests, tally: Tally, settle_s: float
-) -> Cycle:
-    began_s = time.monotonic()
-    facts: list[PhaseFacts] = []
-    for ranks in WIDTHS:
-        record = await scale_to(deployment, ranks)
-        facts += [PhaseFacts.of(p.detail) for p in record.phases]
-        # Ids first: who has ended by now was moved before.
-        ids = moved.new()
-        tally.add(load.take(), ids)
-    elapsed_s = time.monotonic() - began_s
-    await asyncio.sleep(settle_s)
-    return Cycle(
-        elapsed_s,
-        await footprints(deployment),
-        len(await deployment.store.get_prefix(deployment.keys.prefix)),
-        tiers=frozenset(t for f in facts for t in f.tiers),
-        drained=sum(f.moved for f in facts),
-    )
