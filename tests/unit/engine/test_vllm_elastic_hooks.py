@@ -44,7 +44,9 @@ def test_another_release_is_refused_before_anything_is_imported() -> None:
         check_hooks("0.34.1", lambda name: pytest.fail(f"imported {name}"))
 
 
-@pytest.mark.parametrize("hook", [h for h in HOOKS if "." in h.name], ids=lambda h: h.name)
+@pytest.mark.parametrize(
+    "hook", [h for h in HOOKS if "." in h.name and not h.name.endswith("__")], ids=lambda h: h.name
+)
 def test_each_missing_hook_is_named(hook: Any) -> None:
     modules = whole_vllm()
     owner, name = hook.name.split(".")

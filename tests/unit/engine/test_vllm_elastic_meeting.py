@@ -9,6 +9,7 @@ import pytest
 from dynamo_elastic.engine.vllm.elastic.meeting import (
     GivenUp,
     Meeting,
+    Words,
     arrival_key,
     error_of,
     publish_error,
@@ -121,11 +122,23 @@ def test_a_store_that_is_gone_ends_the_wait() -> None:
         meeting(store, time).wait(["never"])
 
 
-def test_the_failure_may_be_told_elsewhere() -> None:
-    part, whole, time = FakeStore(), of_epoch(), Time()
-    publish_error(whole, "over")
+def test_words_wait_as_meetings_do_but_each_for_its_own_time() -> None:
+    store, time = of_epoch(), Time()
+    words = Words(store, meeting(store, time))
+    for _ in range(2):
+        with pytest.raises(GivenUp, match=r"within 10 s; missing: NIXL_EP/2"):
+            words.wait(["NIXL_EP/2"], 300)
+    assert time.now_s == pytest.approx(20, abs=1)
+    words.set("NIXL_EP/2", "here")
+    assert words.multi_get(["NIXL_EP/2"]) == [b"here"]
+    assert time.now_s == pytest.approx(20, abs=1)
+
+
+def test_words_end_when_the_operation_does() -> None:
+    store, time = of_epoch(), Time()
+    publish_error(store, "over")
     with pytest.raises(GivenUp, match="over"):
-        meeting(part, time, told_in=whole).wait(["NIXL_EP/2"])
+        Words(store, meeting(store, time)).get("broadcast_from/0/0")
 
 
 def test_nothing_took_effect() -> None:

@@ -55,7 +55,8 @@ def close_gloo(group: ProcessGroup | None) -> None:
 def reduce(group: ProcessGroup, values: Sequence[int], how: Any, timeout_s: float) -> list[int]:
     """`values` of all ranks, reduced by the ReduceOp `how`. Raises RuntimeError when a peer is gone
     or does not come in time; the group is not to be used after that."""
-    tensor = torch.tensor(list(values), dtype=torch.int64)
+    # As vLLM's joiners send them: gloo ends the process of whoever expects another size.
+    tensor = torch.tensor(list(values), dtype=torch.int32)
     options = AllreduceOptions()
     options.reduceOp = how
     options.timeout = timedelta(seconds=timeout_s)

@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from dynamo_elastic.errors import EngineError
 
-_EPOCH = "elastic_ep/external/current_epoch"
+EPOCH_KEY = "elastic_ep/external/current_epoch"
 
 
 class Store(Protocol):
@@ -44,9 +44,9 @@ def error_key(epoch: str) -> str:
 
 def error_of(store: Store) -> str | None:
     """Why the operation of this store failed; None if it did not, or there is none yet."""
-    if not store.check([_EPOCH]):
+    if not store.check([EPOCH_KEY]):
         return None
-    key = error_key(store.get(_EPOCH).decode())
+    key = error_key(store.get(EPOCH_KEY).decode())
     return store.get(key).decode() if store.check([key]) else None
 
 
@@ -54,13 +54,12 @@ def publish_error(store: Store, reason: str) -> None:
     """Everybody who waits on this store learns that the operation is over; the first reason
     stays. A store that is gone has nobody left to tell."""
     with suppress(RuntimeError):
-        if error_of(store) is None and store.check([_EPOCH]):
-            store.set(error_key(store.get(_EPOCH).decode()), reason or "no reason given")
+        if error_of(store) is None and store.check([EPOCH_KEY]):
+            store.set(error_key(store.get(EPOCH_KEY).decode()), reason or "no reason given")
 
 
 class Meeting:
-    """Waits of one rank on the store of one operation. `told_in` is where its failure is told, if
-    `store` is but a part of that."""
+    """Waits of one rank on the store of one operation."""
 
     def __init__(
         self,
@@ -69,12 +68,10 @@ class Meeting:
         timeout_s: float,
         poll_s: float = 0.005,
         over: threading.Event | None = None,
-        told_in: Store | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store = store
-        self._told_in = store if told_in is None else told_in
         self._clock = clock
         self._sleep = sleep
         self._poll_s = poll_s
@@ -90,16 +87,16 @@ class Meeting:
         """Seconds until the deadline, 0 when it has passed."""
         return max(0.0, self._deadline_s - self._clock())
 
-    def give_up(self) -> None:
-        """Whoever waits here stops, in whatever thread."""
-        self._over.set()
+    def renew(self) -> None:
+        """The deadline is as far away as at the beginning."""
+        self._deadline_s = self._clock() + self._timeout_s
 
     def check(self) -> None:
         """Raises GivenUp if the operation is over, or its deadline has passed."""
         if self._over.is_set():
             raise GivenUp("this rank was told so")
         try:
-            error = error_of(self._told_in)
+            error = error_of(self._store)
         except RuntimeError as exc:  # what torch makes of every failure of its store
             raise GivenUp(f"its store is gone ({str(exc).splitlines()[0][:120]})") from exc
         if error is not None:
@@ -107,33 +104,64 @@ class Meeting:
         if not self.left_s():
             raise GivenUp(f"not everybody came within {self._timeout_s:g} s")
 
-    def wait(self, keys: Sequence[str]) -> None:
-        """Return once all `keys` are set. Raises GivenUp, naming those that are missing."""
-        wanted = list(keys)
-        while True:
-            self._poll_error(wanted)
-            if self._is_set(wanted):
-                return
+    def wait(self, keys: Sequence[str], on: Store | None = None) -> None:
+        """Return once all `keys` are set, on another store if it is given. Raises GivenUp, naming
+        those that are missing."""
+        wanted, store = list(keys), self._store if on is None else on
+        while not _is_set(store, wanted):
+            try:
+                self.check()
+            except GivenUp as exc:
+                missing = [key for key in wanted if not _is_set(store, [key])]
+                raise GivenUp(f"{exc.reason}; missing: {', '.join(missing[:4])}") from exc
             self._sleep(self._poll_s)
-
-    def _poll_error(self, wanted: Sequence[str]) -> None:
-        try:
-            self.check()
-        except GivenUp as exc:
-            missing = [key for key in wanted if not self._is_set([key])]
-            raise GivenUp(f"{exc.reason}; missing: {', '.join(missing[:4])}") from exc
-
-    def _is_set(self, keys: list[str]) -> bool:
-        try:
-            return self._store.check(keys)
-        except RuntimeError:
-            return False
 
     def meet(self, what: str, rank: int, ranks: Sequence[int]) -> None:
         """Say that `rank` is at `what`, and return once all `ranks` are. Raises GivenUp."""
         self.check()
         self._store.set(arrival_key(what, rank), "1")
         self.wait([arrival_key(what, other) for other in ranks])
+
+
+class Words:
+    """A store whose waits are those of a Meeting: for whoever takes a torch store, and would block
+    in it. What is set is found by all who look with the same prefix."""
+
+    def __init__(self, store: Any, meeting: Meeting) -> None:
+        self._store = store
+        self._meeting = meeting
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Raises GivenUp if the operation is over before there is one."""
+        self.wait([key])
+        value: bytes = self._store.get(key)
+        return value
+
+    def wait(self, keys: list[str], *_: Any) -> None:
+        """As long as a meeting lasts, whatever the caller would have waited. Raises GivenUp."""
+        self._meeting.renew()
+        self._meeting.wait(keys, on=self._store)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        found: bool = self._store.check(keys)
+        return found
+
+    def delete_key(self, key: str) -> bool:
+        gone: bool = self._store.delete_key(key)
+        return gone
+
+
+def _is_set(store: Store, keys: list[str]) -> bool:
+    try:
+        return store.check(keys)
+    except RuntimeError:
+        return False
 
 
 def arrival_key(what: str, rank: int) -> str:

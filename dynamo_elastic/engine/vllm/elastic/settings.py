@@ -20,12 +20,14 @@ class ElasticSettings:
     """For everybody who takes part to arrive; a joiner that boots cold needs minutes."""
     group_timeout_s: float = 20.0
     """To connect a group once all have arrived, and for each exchange while it is prepared."""
-    commit_timeout_s: float = 10.0
+    commit_timeout_s: float = 0.8
     """For the first exchange on the new group, before anything of the old one is given up."""
     poll_s: float = 0.005
     """Between two looks at the store."""
     rebalance_after_steps: int = 100
     """From a commit to the first rebalancing of experts, in steps of the engine."""
+    park_leavers: int = 0
+    """1: a rank that leaves lets go of its peers and lives on, to be parked; 0: it ends."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> ElasticSettings:

@@ -1,45 +1,50 @@
-"""NIXL EP's buffer under vLLM: peers are waited for with a deadline, and can be let go of."""
+"""NIXL EP's buffer under vLLM: peers that never came to serve are let go of again, and the buffer
+itself when its rank has left.
+
+Its waits for a peer's metadata, 300 s in NIXL EP, are those of the group's words: see SlimGroup.
+"""
 
 from __future__ import annotations
 
-import threading
+import importlib
 from typing import Any
 
+import torch
 from vllm.distributed.device_communicators.all2all import NixlEPAll2AllManager
 
-from dynamo_elastic.engine.vllm.elastic.meeting import Meeting
-from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
+
+def let_go_of_staged_peers() -> None:
+    """Peers that are connected and not in use are disconnected: those of an operation that was
+    given up. No step may be under way."""
+    with NixlEPAll2AllManager._lock:
+        state = NixlEPAll2AllManager._buffer
+        if state is None or state.connected_ep_size <= state.active_ep_size:
+            return
+        torch.accelerator.synchronize()
+        peers = range(state.active_ep_size, state.connected_ep_size)
+        state.buffer.disconnect_ranks(list(peers))
+        state.connected_ep_size = state.active_ep_size
 
 
-class ElasticNixlManager(NixlEPAll2AllManager):  # type: ignore[misc]
-    """Connects to peers only once they have said how; NIXL EP itself would wait 300 s for a peer
-    that never does, in a call that can't be ended."""
+def install() -> None:
+    """Buffers that vLLM makes from now on can be destroyed at our word; those of vLLM end with the
+    last of their many holders, at a moment that nobody knows."""
+    module: Any = importlib.import_module("nixl_ep")
 
-    over: threading.Event | None = None
-    """Of the operation that connects."""
+    class ElasticBuffer(module.Buffer):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "explicitly_destroy": True})
 
-    def _connect_to_ep_size(self, ep_size: int, *, make_active: bool) -> None:
-        connected = NixlEPAll2AllManager._buffer.connected_ep_size
-        if ep_size > connected:
-            self._await(range(connected, ep_size))
-        super()._connect_to_ep_size(ep_size, make_active=make_active)
+    if module.Buffer.__name__ != ElasticBuffer.__name__:
+        module.Buffer = ElasticBuffer
 
-    def _await(self, peers: range) -> None:
-        settings = ElasticSettings.from_environment()
-        store: Any = self.tcp_store_group.store
-        meeting = Meeting(
-            store,
-            timeout_s=settings.prepare_timeout_s,
-            poll_s=settings.poll_s,
-            over=self.over,
-            told_in=store.underlying_store,
-        )
-        meeting.wait([f"NIXL_EP/{rank}" for rank in peers])
 
-    def let_go(self) -> None:
-        """Peers that are connected and not in use are disconnected: those of an operation that was
-        given up."""
-        with NixlEPAll2AllManager._lock:
-            state = NixlEPAll2AllManager._buffer
-            if state is not None and state.connected_ep_size > state.active_ep_size:
-                self._disconnect_to_ep_size(state.active_ep_size)
+def destroy() -> None:
+    """This rank has no expert buffer any more. Every peer must have disconnected from it."""
+    with NixlEPAll2AllManager._lock:
+        state, NixlEPAll2AllManager._buffer = NixlEPAll2AllManager._buffer, None
+        NixlEPAll2AllManager._mask = NixlEPAll2AllManager._last_mask = None
+        if state is not None:
+            torch.accelerator.synchronize()
+            state.buffer.destroy()
+            torch.accelerator.synchronize()

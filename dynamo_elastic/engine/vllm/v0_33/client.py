@@ -12,7 +12,7 @@ from vllm.v1.engine import core_client
 
 from dynamo_elastic.engine.vllm.elastic.guard import Stage
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
-from dynamo_elastic.errors import ScaleAborted
+from dynamo_elastic.errors import EngineError
 
 _log = logging.getLogger(__name__)
 _UNDO_TIMEOUT_S = 30.0
@@ -60,7 +60,7 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         except BaseException as exc:
             if stays and await self._undo(str(exc) or type(exc).__name__) == Stage.GIVEN_UP:
                 await self._resume()
-                raise ScaleAborted(f"the operation was undone: {exc}") from exc
+                raise EngineError(f"the operation was undone: {exc}") from exc
             raise
 
     def abort(self, error: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -21,7 +22,13 @@ from dynamo_elastic.engine.vllm.elastic.groups import (
     reduce,
 )
 from dynamo_elastic.engine.vllm.elastic.guard import OVER, Guard, Stage
-from dynamo_elastic.engine.vllm.elastic.meeting import GivenUp, error_of, publish_error
+from dynamo_elastic.engine.vllm.elastic.meeting import (
+    EPOCH_KEY,
+    GivenUp,
+    Meeting,
+    error_of,
+    publish_error,
+)
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33.groups import meeting_at
 
@@ -49,15 +56,30 @@ class ElasticState(_UpstreamState):  # type: ignore[misc, valid-type]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = ElasticSettings.from_environment()
-        self.guard = Guard(self, self, parks=self.engine_core.parks)
+        self.guard = Guard(self, self, parks=bool(self.settings.park_leavers))
         self._over = threading.Event()
         self._done_keys: list[str] | None = None
-        self._store: Any = None
-        if self.worker_type == "existing":
-            new = self.new_parallel_config
-            self._store = open_store(
-                new.data_parallel_master_ip, new._coord_store_port, self.settings.group_timeout_s
+        self._opening: Future[Any] | None = None
+        if self.worker_type != "new":
+            # Beside the steps: torch looks names of addresses up, which can take seconds.
+            self._opening = self._prepare_executor.submit(
+                self._open_store, self.new_parallel_config
             )
+
+    def _open_store(self, parallel: Any) -> Any:
+        return open_store(
+            parallel.data_parallel_master_ip,
+            parallel._coord_store_port,
+            self.settings.group_timeout_s,
+        )
+
+    @property
+    def _store(self) -> Any:
+        """That of the operation; None while it is being opened. Raises RuntimeError if it can't
+        be."""
+        if self._opening is None or not self._opening.done():
+            return None
+        return self._opening.result()
 
     def progress(self) -> bool:
         if self.worker_type == "new":
@@ -66,6 +88,7 @@ class ElasticState(_UpstreamState):  # type: ignore[misc, valid-type]
         if self.guard.stage is Stage.LEFT and self.worker_type == "removing":
             self.worker_type = "left"  # A busy loop ends with what is "removing".
             self.engine_core.leave_group()
+            self._let_go()
         return moved
 
     def is_complete(self) -> bool:
@@ -74,17 +97,33 @@ class ElasticState(_UpstreamState):  # type: ignore[misc, valid-type]
     def is_ready_for_switch(self) -> bool:
         return self.guard.stage not in OVER and bool(super().is_ready_for_switch())
 
+    def _let_go(self) -> None:
+        """Once those who stay have switched, and so disconnected from us. Should one of them not,
+        our memory stays as it is, for it may still be in use."""
+        store = self._opening.result()
+        epoch = store.get(EPOCH_KEY).decode()
+        stay = range(self.new_parallel_config.data_parallel_size)
+        finished = [f"elastic_ep/external/{epoch}/old_rank_finished/{rank}" for rank in stay]
+        meeting = Meeting(store, timeout_s=self.settings.group_timeout_s)
+        try:
+            meeting.wait(finished)
+        except GivenUp as exc:
+            _log.error("this rank can't be parked: %s", exc)
+            return
+        _log.warning("left: %s", self._collective_rpc(_EXECUTE, args=("let_go",)))
+
     # What the guard asks of its rank.
 
     def failure(self) -> str | None:
         try:
-            return error_of(self._store) if self._store is not None else None
+            store = self._store
+            return error_of(store) if store is not None else None
         except RuntimeError as exc:
             return f"the store of the operation is gone ({str(exc).splitlines()[0][:120]})"
 
     def undo(self, reason: str) -> None:
         self._over.set()
-        self._tell(reason)
+        threading.Thread(target=self._tell, args=(reason,), daemon=True).start()
         self._collective_rpc(_EXECUTE, args=("abort_prepared",))
         future, self._prepare_future = self._prepare_future, None
         if future is not None:
@@ -96,14 +135,11 @@ class ElasticState(_UpstreamState):  # type: ignore[misc, valid-type]
     def _tell(self, reason: str) -> None:
         """On the store of the operation and on the one in force: vLLM's coordinators look at
         both."""
-        publish_error(self._store, reason)
-        now = self.vllm_config.parallel_config
-        try:
-            in_force = open_store(now.data_parallel_master_ip, now._coord_store_port, 5)
-        except RuntimeError:
-            _log.warning("the store in force is gone: %s is told to nobody", reason)
-            return
-        publish_error(in_force, reason)
+        for parallel in (self.new_parallel_config, self.vllm_config.parallel_config):
+            try:
+                publish_error(self._open_store(parallel), reason)
+            except RuntimeError:
+                _log.warning("a store is gone: nobody who waits there is told %s", reason)
 
     # Waits and groups.
 
@@ -112,7 +148,8 @@ class ElasticState(_UpstreamState):  # type: ignore[misc, valid-type]
             self._done_keys = self._collective_rpc(
                 _EXECUTE, args=("start_async", execute_method, *args)
             )
-        if not self._store.check(self._done_keys):
+        store = self._store
+        if store is None or not store.check(self._done_keys):
             return False
         self._done_keys = None
         self._collective_rpc(_EXECUTE, args=("clear_async",))
@@ -156,8 +193,6 @@ def _close_result(future: Any) -> None:
 class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
     """A DPEngineCoreProc whose operations end well or change nothing."""
 
-    parks = False
-    """Whether this engine lives on when its rank leaves the group."""
     _hurry = False
     _last: ElasticState | None = None
     """The last operation, also when it is over."""

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore
 from vllm.distributed import stateless_coordinator
+from vllm.distributed.device_communicators.all2all import NixlEPAll2AllManager
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.parallel_state import _get_unique_name, _register_group
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.platforms import current_platform
 
 from dynamo_elastic.engine.vllm.elastic.groups import close_gloo, connect_gloo, open_store
-from dynamo_elastic.engine.vllm.elastic.meeting import Meeting
+from dynamo_elastic.engine.vllm.elastic.meeting import Meeting, Words
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.errors import EngineError
 
@@ -109,7 +110,7 @@ class SlimGroup(_Upstream):  # type: ignore[misc, valid-type]
         self.tcp_store_group = StatelessProcessGroup(
             rank=self.rank_in_group,
             world_size=self.world_size,
-            store=PrefixStore(f"dynamo_elastic/words/{name}", store),
+            store=Words(PrefixStore(f"dynamo_elastic/words/{name}", store), meeting),
         )
 
     def _communicator(self, global_world_size: int) -> SlimCommunicator:
@@ -150,9 +151,7 @@ class SlimCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]
             raise EngineError(
                 f"--all2all-backend is {self.all2all_backend}: groups without NCCL need nixl_ep"
             )
-        from dynamo_elastic.engine.vllm.v0_33.buffer import ElasticNixlManager
-
-        self.all2all_manager = ElasticNixlManager(self.cpu_group, words)
+        self.all2all_manager = NixlEPAll2AllManager(self.cpu_group, words)
 
     def destroy(self) -> None:
         self.all2all_manager.destroy()

@@ -12,6 +12,7 @@ from typing import Any
 from dynamo_elastic.errors import ConfigError
 
 RELEASE = "0.33"
+_NOTHING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,15 @@ HOOKS: tuple[Hook, ...] = (
         _wait_for_all_old_ranks="self prepared timeout_s",
         _stop_handshake_server="server suppress_errors",
     ),
+    Hook(_EXTERNAL, "ExternalElasticEPScaleUpHandshakeMetadata",
+         ("engine_metadata", "num_redundant_experts", "elastic_ep_max_dp_size")),
+    *_methods(
+        _EXTERNAL, "ExternalElasticEPScaleUpHandshakeServer",
+        __init__="self handshake_address expected_new_ranks addresses bootstrap "
+                 "num_redundant_experts elastic_ep_max_dp_size",
+        _run="self",
+    ),
+    Hook("vllm.v1.engine.utils", "EngineHandshakeMetadata", ("addresses", "parallel_config")),
     Hook(f"{_EEP}.elastic_state", "ElasticEPScalingState"),
     *_methods(
         f"{_EEP}.elastic_state", "ElasticEPScalingState",
@@ -94,11 +104,11 @@ HOOKS: tuple[Hook, ...] = (
     Hook("vllm.distributed.stateless_coordinator", "StatelessGroupCoordinator"),
     Hook("vllm.distributed.parallel_state", "_get_unique_name"),
     Hook("vllm.distributed.parallel_state", "_register_group"),
+    Hook("vllm.distributed.parallel_state", "_replace_active_groups",
+         ("world", "dp", "ep", "eplb", "node_count")),
     Hook("vllm.distributed.utils", "StatelessProcessGroup"),
-    *_methods("vllm.distributed.device_communicators.all2all", "NixlEPAll2AllManager",
-              _connect_to_ep_size="self ep_size make_active",
-              _disconnect_to_ep_size="self ep_size",
-              destroy="self"),
+    Hook("vllm.distributed.device_communicators.all2all", "NixlEPAll2AllManager._buffer"),
+    Hook("vllm.distributed.device_communicators.all2all", "NixlEPAll2AllManager._lock"),
     Hook(_EPLB, "compute_logical_maps", ("physical_to_logical_map", "num_logical_experts")),
     Hook(_EPLB, "_commit_eplb_maps", ("model_state", "new_physical_to_logical_map")),
     *_methods(_EPLB, "EplbState", drain_async="self", start_async_loop="self"),
@@ -131,8 +141,8 @@ def _fault(hook: Hook, load: Callable[[str], ModuleType]) -> str:
     except ImportError as exc:
         return f"{hook.module} can't be imported ({exc})"
     for part in hook.name.split("."):
-        found = getattr(found, part, None)
-        if found is None:
+        found = getattr(found, part, _NOTHING)
+        if found is _NOTHING:
             return f"{hook.module} has no {hook.name}"
     gone = [name for name in hook.parameters if name not in set(_parameters(found))]
     return f"{hook.module}.{hook.name} takes no {', '.join(gone)}" if gone else ""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
+from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import torch
 from vllm.distributed.elastic_ep import standby_state
 from vllm.distributed.elastic_ep.elastic_execute import ElasticEPScalingExecutor
 from vllm.distributed.eplb import eplb_state as eplb
-from vllm.distributed.parallel_state import get_dp_group, get_ep_group
+from vllm.distributed.parallel_state import _replace_active_groups, get_dp_group, get_ep_group
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.version import __version__
 
@@ -19,6 +23,8 @@ from dynamo_elastic.engine.vllm.elastic.placement import is_complete, logical_ma
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import buffer, groups
 from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
+
+_ABORT_WAIT_S = 0.2
 
 check_hooks(__version__)
 groups.install()
@@ -42,7 +48,6 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
 
     def start_async(self, execute_method: str, *args: Any, **kwargs: Any) -> str:
         self._over = threading.Event()
-        buffer.ElasticNixlManager.over = self._over
         return str(super().start_async(execute_method, *args, **kwargs))
 
     def _warm_target_groups(self, dp_group: Any, ep_group: Any) -> None:
@@ -80,19 +85,22 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
         }
 
     def abort_prepared(self) -> None:
-        """Nothing of an operation that is over is left: its thread, its groups, its peers."""
+        """Nothing of an operation that is over is left. Serving does not wait for it: what its
+        thread is at ends at its next look at `_over`, or with its group's deadline, and the next
+        operation comes after that."""
         self._over.set()
         future, self._async_future = self._async_future, None
-        if future is not None:
-            # It looks at `_over` every few milliseconds, and a group that connects ends by itself.
-            future.exception(timeout=2 * self._settings.group_timeout_s)
-        managers = [getattr(g.device_communicator, "all2all_manager", None) for g in _active()]
+        self._async_executor.submit(self._forget_prepared)
+        if future is not None and not future.done():
+            with suppress(TimeoutError):
+                future.exception(timeout=_ABORT_WAIT_S)
+        if future is None or future.done():
+            buffer.let_go_of_staged_peers()
+
+    def _forget_prepared(self) -> None:
         for group in standby_state.pop_standby_groups().values():
-            if hasattr(group, "destroy"):
+            if isinstance(group, groups.SlimGroup):
                 group.destroy()
-        for manager in managers:
-            if isinstance(manager, buffer.ElasticNixlManager):
-                manager.let_go()
         self._prepared_eplb_communicator = None
         self._staged_moe_quant_methods.clear()
 
@@ -131,6 +139,28 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
             eplb._commit_eplb_maps(model_state, held[:, :slots].cpu())
         state.expert_rearrangement_step = 0
 
+    def switch_and_remove(self) -> None:
+        """Out of all groups, which needs no peer. Graphs stay: whoever comes back needs them."""
+        self._wait_for_group_cleanup()
+        retired = _replace_active_groups(world=None, dp=None, ep=None, eplb=None, node_count=None)
+        self._destroy_retired_groups(retired)
+
+    def let_go(self) -> dict[str, Any]:
+        """Nothing that peers know of is left of a rank that has left; says what it still has. Every
+        peer must have disconnected."""
+        for model_state in self._eplb().model_states.values():
+            model_state.communicator = None
+        self._prepared_eplb_communicator = None
+        gc.collect()
+        buffer.destroy()
+        torch.accelerator.empty_cache()
+        return {
+            "used_bytes": _used_bytes(),
+            "reserved_bytes": torch.cuda.memory_reserved(),
+            "graphs": len(self.worker.captured.alive),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+        }
+
     def _ranks(self, dp_size: int) -> int:
         return dp_size * int(self.worker.vllm_config.parallel_config.tensor_parallel_size)
 
@@ -143,15 +173,36 @@ def sender_of(joiner: int, old_size: int) -> int:
     return (joiner - old_size) % old_size
 
 
-def _active() -> list[Any]:
-    return [get_ep_group()]
-
-
 class ElasticWorker(Worker):  # type: ignore[misc]
     """vLLM's worker; its graphs can be looked into and rebound."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        buffer.install()
         self.elastic_ep_executor = ElasticScaling(self)
         self.captured = CapturedGraphs()
         self.captured.install()
+
+    def elastic_facts(self) -> dict[str, Any]:
+        """What of our hooks this worker has, for an operator; through collective_rpc()."""
+        from dynamo_elastic.comm.cuda_graphs import CudaGraphDriver
+
+        alive = self.captured.alive
+        nodes = [node for graph in alive for node in CudaGraphDriver().open(graph).nodes]
+        return {
+            "groups": {
+                "ep": type(get_ep_group()).__name__,
+                "ep_size": get_ep_group().world_size,
+                "dp": type(get_dp_group()).__name__,
+            },
+            "graphs": len(alive),
+            "nodes": len(nodes),
+            "kinds": dict(Counter(node.kind.value for node in nodes)),
+            "expert_kernels": sum("nixl_ep" in node.name for node in nodes),
+            "used_bytes": _used_bytes(),
+        }
+
+
+def _used_bytes() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)

@@ -1,0 +1,74 @@
+"""Rank 0's handshake with ranks that join. vLLM's own ends when a rank that nobody expects says
+hello, and answers for up to a second after it was stopped, with a store that is gone."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+import zmq
+from vllm.distributed.elastic_ep import external_elastic_ep as external
+from vllm.utils.network_utils import make_zmq_socket
+from vllm.v1.engine.utils import EngineHandshakeMetadata
+
+_log = logging.getLogger(__name__)
+_POLL_MS = 20
+_Upstream = external.ExternalElasticEPScaleUpHandshakeServer
+
+
+class ElasticHandshakeServer(_Upstream):  # type: ignore[misc, valid-type]
+    """Tells every expected rank where the group is, until all are ready or it is stopped."""
+
+    def _run(self) -> None:
+        try:
+            with (
+                zmq.Context() as context,
+                make_zmq_socket(
+                    context, self.handshake_address, zmq.ROUTER,
+                    bind=True, linger=0, router_handover=True,
+                ) as socket,
+            ):  # fmt: skip
+                self.started_event.set()
+                self._answer(socket, set(self.expected_new_ranks))
+        except zmq.ZMQError as exc:
+            self._error = exc
+            self.started_event.set()
+
+    def _answer(self, socket: Any, waited_for: set[int]) -> None:
+        while waited_for and not self._stop_event.is_set():
+            if not socket.poll(_POLL_MS):
+                continue
+            identity, payload = socket.recv_multipart()
+            rank = int.from_bytes(identity, "little")
+            status = msgspec.msgpack.decode(payload).get("status")
+            if self._stop_event.is_set():
+                return
+            if rank not in self.expected_new_ranks:
+                _log.warning("rank %d says %s, and nobody waits for it", rank, status)
+            elif status == "HELLO":
+                socket.send_multipart((identity, msgspec.msgpack.encode(self._welcome())))
+            elif status == "READY":
+                waited_for.discard(rank)
+
+    def _welcome(self) -> Any:
+        new = self.bootstrap
+        parallel = {
+            "data_parallel_master_ip": new.new_data_parallel_master_ip,
+            "data_parallel_master_port": new.new_data_parallel_master_port,
+            "_data_parallel_master_port_list": new.new_data_parallel_master_port_list,
+            "data_parallel_size": new.new_data_parallel_size,
+            "_coord_store_port": new.coord_store_port,
+        }
+        return external.ExternalElasticEPScaleUpHandshakeMetadata(
+            engine_metadata=EngineHandshakeMetadata(
+                addresses=self.addresses, parallel_config=parallel
+            ),
+            num_redundant_experts=self.num_redundant_experts,
+            elastic_ep_max_dp_size=self.elastic_ep_max_dp_size,
+        )
+
+
+def install() -> None:
+    """vLLM starts ElasticHandshakeServers from now on."""
+    external.ExternalElasticEPScaleUpHandshakeServer = ElasticHandshakeServer

@@ -1,0 +1,495 @@
+"""Ranks of a group on vLLM 0.33's own code, in .venv-vllm-elastic: their busy loops, operations,
+coordinators, handshakes and groups are vLLM's and ours; a step is a sleep, the model two tensors.
+
+vLLM takes long to import, so one process does and every rank is a fork of it. Commands are JSON
+lines on stdin ({"start": {...}}, {"to": RANK, "do": ...}, {"kill": RANK}), answers JSON lines on
+stdout. A joiner may have a fault: a place where it dies, or `stop-` and where it stands still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import itertools
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from vllm.distributed import parallel_state, utils
+from vllm.distributed.elastic_ep import elastic_state, standby_state
+from vllm.utils.network_utils import make_zmq_socket
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EEP_NOTIFICATION_CALL_ID, EngineCoreRequestType
+from vllm.v1.engine.core import EngineShutdownState
+
+import dynamo_elastic.engine.vllm.v0_33.executor  # noqa: F401 - puts our classes in place
+from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
+from dynamo_elastic.engine.vllm.v0_33 import client as our_client
+from dynamo_elastic.engine.vllm.v0_33 import core as our_core
+from dynamo_elastic.engine.vllm.v0_33 import groups as our_groups
+from dynamo_elastic.engine.vllm.v0_33 import worker as our_worker
+
+STEP_S = 0.004
+
+
+@functools.lru_cache
+def _store_of_thread(host: str, port: int, _: int) -> Any:
+    return utils.TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+
+# The front end is a thread here, and vLLM's one client of a process is blocked by whoever waits.
+utils.get_cached_tcp_store_client = lambda host, port: _store_of_thread(
+    host, port, threading.get_ident()
+)
+HOST = "127.0.0.1"
+EXPERTS = 4
+GROUPS = ("world", "dp", "ep", "eplb")
+
+
+_mine: dict[str, Any] = {"fault": "", "say": None}
+"""Of this fork: where it fails, and how it answers."""
+
+
+def fault(name: str) -> None:
+    """Die, or stand still, if this is the place where this rank has to."""
+    if _mine["fault"] == name:
+        os._exit(9)
+    if _mine["fault"] == f"stop-{name}":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def parallel_config(rank: int, size: int, port: int, rpc_port: int) -> Any:
+    return types.SimpleNamespace(
+        data_parallel_rank=rank, data_parallel_size=size, data_parallel_rank_local=0,
+        data_parallel_master_ip=HOST, data_parallel_master_port=0,
+        _data_parallel_master_port_list=[], _coord_store_port=port, data_parallel_external_lb=True,
+        data_parallel_rpc_port=rpc_port, enable_elastic_ep=True, elastic_ep_max_dp_size=4,
+        use_all2all=False, all2all_backend="nixl_ep", cpu_distributed_timeout=None,
+        eplb_config=types.SimpleNamespace(num_redundant_experts=0), world_size=1,
+        tensor_parallel_size=1, enable_eplb=True,
+    )  # fmt: skip
+
+
+class Scheduler:
+    """Always has a request; a step makes its next token."""
+
+    def __init__(self) -> None:
+        self.pause_state = PauseState.UNPAUSED
+        self.tokens_s: list[float] = []
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.pause_state = state
+
+    def finish_requests(self, *_: Any) -> list[Any]:
+        return []
+
+    def has_unfinished_requests(self) -> bool:
+        return self.pause_state is PauseState.UNPAUSED
+
+    has_requests = has_unfinished_requests
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return 1, 0
+
+
+class Scaling(our_worker.ElasticScaling):  # type: ignore[misc]
+    """The worker's part: real groups, real weights and map; no model that could be switched."""
+
+    def prepare_reconfiguration(self, request: Any, use_all2all: bool) -> None:
+        self._wait_for_group_cleanup()
+        self.reconfig_request = request
+        with our_groups.operation(self._over):
+            old = parallel_state.get_dp_group().world_size
+            standby_state.create_standby_groups(
+                new_dp_size=request.new_data_parallel_size,
+                new_world_size_across_dp=request.new_data_parallel_size,
+                master_ip=request.new_data_parallel_master_ip,
+                coord_store_port=request.coord_store_port,
+                use_all2all=use_all2all,
+            )
+            if request.new_data_parallel_size > old:
+                self.transfer_weights(old, request.new_data_parallel_size)
+
+    def prepare_new_worker(self) -> None:
+        fault("stream")
+        super().prepare_new_worker()
+
+    def warmup_new_worker(self) -> None:
+        fault("warm-up")
+
+    def _run_async(self, method: str, *args: Any) -> None:
+        self.execute(method, *args)
+
+    def switch_and_prepare(self) -> tuple[Any, ...]:
+        return parallel_state._replace_active_groups(**standby_state.pop_standby_groups())
+
+    def switch_and_remove(self) -> None:
+        self._wait_for_group_cleanup()
+        retired = parallel_state._replace_active_groups(
+            world=None, dp=None, ep=None, eplb=None, node_count=None
+        )
+        self._destroy_retired_groups(retired)
+
+    def let_go(self) -> dict[str, Any]:
+        return {"let_go": True}
+
+    def broadcast_expert_mapping(self) -> None:
+        group = standby_state.get_standby_dp_group()
+        group.tcp_store_group.broadcast(torch.tensor(self.worker.mapping.shape), 0)
+        group.broadcast(self.worker.mapping, 0)
+
+    def _destroy_retired_groups(self, groups: Any) -> None:
+        for group in groups:
+            if group is not None:
+                group.destroy()
+
+    def _rebalance_soon(self) -> None:
+        pass
+
+    def perform_scale_down_eplb_reshuffle(self, new_dp_size: int) -> None:
+        pass
+
+
+class Model(torch.nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        given = torch.randn(300, 7, generator=generator) if rank < 2 else torch.zeros(300, 7)
+        self.dense = torch.nn.Parameter(given.t())  # not contiguous, as some of vLLM's are
+        self.scales = torch.nn.Buffer(torch.arange(5) * int(rank < 2))
+        self.expert_weights: list[list[torch.Tensor]] = []
+
+
+class Executor:
+    """Runs the worker's calls in this process."""
+
+    is_sleeping = False
+
+    def __init__(self, rank: int, parallel: Any) -> None:
+        self.mapping = torch.arange(EXPERTS).repeat(2, 1)
+        self.received: torch.Tensor | None = None
+        self.vllm_config = types.SimpleNamespace(parallel_config=parallel)
+        self.rank, self.device = 0, torch.device("cpu")
+        model = Model(rank)
+        self.model = model
+        self.model_runner = types.SimpleNamespace(
+            get_model=lambda: model, setup_eplb_from_mapping=self._take
+        )
+        settings = ElasticSettings.from_environment()
+        over = threading.Event()
+        store = our_groups.meeting_at(HOST, parallel._coord_store_port, settings, over).store
+        made = {}
+        for name in GROUPS:
+            ranks = [list(range(parallel.data_parallel_size))]
+            made[name] = our_groups.SlimGroup(
+                ranks, 0, "gloo", False, store, group_name=name, global_rank=rank,
+                global_world_size=parallel.data_parallel_size,
+            )  # fmt: skip
+            if name == "world":
+                parallel_state._WORLD = made[name]
+                parallel_state._node_count(made[name].tcp_store_group)
+        parallel_state._replace_active_groups(node_count=1, **made)
+        self.scaling = Scaling(self)
+
+    def _take(self, mapping: torch.Tensor) -> None:
+        self.received = mapping
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), **_: Any) -> list[Any]:
+        if method != "elastic_ep_execute":
+            raise ValueError(method)
+        return [self.scaling.execute(*args)]
+
+
+class Core(our_core.ElasticEngineCore):  # type: ignore[misc]
+    """vLLM's engine core without its constructor, which boots a model."""
+
+    def __init__(self, rank: int, parallel: Any, joins: bool) -> None:
+        self.vllm_config = types.SimpleNamespace(parallel_config=parallel)
+        self.engine_index, self.dp_sync_interval = rank, 16
+        self.scheduler = Scheduler()
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.output_queue: queue.Queue[Any] = queue.Queue()
+        self.aborts_queue: queue.Queue[Any] = queue.Queue()
+        self._idle_state_callbacks: list[Any] = []
+        self.batch_queue = None
+        self.step_counter = self.current_wave = 0
+        self.pending_pause = self.ignore_start_dp_wave = self.reject_new_requests = False
+        self.eep_scaling_state = None
+        self.engines_running = not joins
+        self.has_coordinator = self.publish_dp_lb_stats = False
+        self.process_input_queue_block = True
+        self.shutdown_state = EngineShutdownState.RUNNING
+        self.enable_fault_tolerance = False
+        self.available_gpu_memory_for_kv_cache = 1000 + rank
+        self.output_thread = threading.current_thread()
+        self._init_data_parallel(self.vllm_config)
+        fault("engines")
+        self.model_executor = Executor(rank, parallel)
+        if joins:
+            fault("groups")
+            self._eep_scale_up_before_kv_init()
+
+    def _process_engine_step(self) -> bool:
+        if not self.scheduler.has_unfinished_requests():
+            return False
+        time.sleep(STEP_S)
+        self.scheduler.tokens_s.append(time.monotonic())
+        return True
+
+    def execute_dummy_batch(self) -> None:
+        time.sleep(STEP_S)
+
+    def capture_iteration_details(self, _: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def _finish_pause(self, clear_cache: bool) -> None:
+        """Nothing is cached."""
+
+
+class State(our_core.ElasticState):  # type: ignore[misc]
+    """vLLM's operation of one engine."""
+
+    def _mark_ready_for_switch(self) -> None:
+        super()._mark_ready_for_switch()
+        if self.worker_type == "new":
+            fault("ready")
+
+
+elastic_state.ElasticEPScalingState = State
+
+
+class Client:
+    """The API process's half: utility calls and notifications, without sockets between."""
+
+    _coord_store: Any = None
+    """Rank 0's, kept alive while it is in force."""
+
+    def __init__(self, core: Core, parallel: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._core, self._loop = core, loop
+        self.vllm_config = types.SimpleNamespace(
+            parallel_config=parallel,
+            model_config=types.SimpleNamespace(get_num_experts=lambda: EXPERTS),
+        )
+        self.coordinator_input_address = self.coordinator_output_address = "ipc:///none"
+        self.input_address = self.output_address = self.stats_update_address = "ipc:///none"
+        self.scale_send_socket = self
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self.coordinator = our_client.ElasticCoordinator(self)
+        threading.Thread(target=self._pump, daemon=True).start()
+
+    async def send(self, _: bytes) -> None:
+        """To the DP coordinator, of which there is none."""
+
+    def _ensure_stats_update_task(self) -> None:
+        """There are no statistics."""
+
+    def _eep_commit_pause_mode(self) -> str:
+        return "keep"
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        future = self._loop.create_future()
+        self._calls[id(future)] = future
+        request = (0, id(future), method, args)
+        self._core.input_queue.put((EngineCoreRequestType.UTILITY, request))
+        return await future
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        await self.call_utility_async("pause_scheduler", mode, clear_cache)
+
+    async def resume_scheduler_async(self) -> None:
+        await self.call_utility_async("resume_scheduler")
+
+    def _pump(self) -> None:
+        while True:
+            _, outputs = self._core.output_queue.get()
+            answer = getattr(outputs, "utility_output", None)
+            if answer is not None:
+                self._loop.call_soon_threadsafe(self._answer, answer)
+
+    def _answer(self, answer: Any) -> None:
+        if answer.call_id == EEP_NOTIFICATION_CALL_ID:
+            told = self.coordinator.process_engine_core_notification(answer.result.result)
+            self._loop.create_task(told)
+            return
+        future = self._calls.pop(answer.call_id)
+        if answer.failure_message is not None:
+            future.set_exception(RuntimeError(answer.failure_message))
+        else:
+            future.set_result(answer.result.result if answer.result is not None else None)
+
+
+async def scale(core: Core, client: Client, size: int) -> dict[str, Any]:
+    """What vLLM's own front end does for one rank."""
+    began_s = time.monotonic()
+    coordinator = client.coordinator
+    told = ""
+    try:
+        now = client.vllm_config.parallel_config.data_parallel_size
+        await coordinator.prepare(now, size)
+        await coordinator.commit()
+        client.vllm_config.parallel_config.data_parallel_size = size
+    except Exception as exc:  # noqa: BLE001 - the answer says what it was
+        told = f"{type(exc).__name__}: {exc}"
+    await asyncio.sleep(0.3)
+    tokens_s = [t for t in core.scheduler.tokens_s if t > began_s - 0.2]
+    gaps = [b - a for a, b in itertools.pairwise(tokens_s)]
+    return {"error": told, "s": round(time.monotonic() - began_s - 0.3, 3), **facts(core)} | {
+        "longest_gap_s": round(max(gaps, default=0.0), 3),
+        "still_s": round(time.monotonic() - tokens_s[-1], 3) if tokens_s else None,
+    }
+
+
+def facts(core: Core) -> dict[str, Any]:
+    model = core.model_executor.model
+    received = core.model_executor.received
+    return {
+        "width": core.dp_group.size() if core.dp_group is not None else 0,
+        "tokens": len(core.scheduler.tokens_s),
+        "scaling": core.eep_scaling_state is not None,
+        "dense": float(model.dense.detach().sum()),
+        "scales": int(model.scales.sum()),
+        "mapping": received.tolist() if received is not None else None,
+        "threads": threading.active_count(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def join(parallel: Any) -> Any:
+    """vLLM's handshake with rank 0; the socket says ready later."""
+    address = f"tcp://{HOST}:{parallel.data_parallel_rpc_port}"
+    identity = parallel.data_parallel_rank.to_bytes(2, "little")
+    context = zmq.Context()
+    sock = make_zmq_socket(context, address, zmq.DEALER, identity=identity, linger=1000, bind=False)
+    Core.startup_handshake(sock, True, False, parallel)
+    fault("hello")
+    return sock
+
+
+async def serve(core: Core, parallel: Any) -> None:
+    loop = asyncio.get_running_loop()
+    client = Client(core, copy.deepcopy(parallel), loop)
+    threading.Thread(target=_loop, args=(core,), daemon=True).start()
+    say({"up": parallel.data_parallel_rank})
+    while True:
+        command = await loop.run_in_executor(None, _mine["hear"])
+        if command["do"] == "scale":
+            say(await scale(core, client, command["width"]))
+        elif command["do"] == "abort":
+            client.coordinator.abort(command["why"])
+            say(facts(core))
+        else:
+            say(facts(core))
+
+
+def _loop(core: Core) -> None:
+    try:
+        core.run_busy_loop()
+    except SystemExit:
+        say({"left": core.engine_index})
+    except BaseException as exc:  # noqa: BLE001 - this is what ends an engine
+        traceback.print_exc()
+        say({"died": core.engine_index, "of": f"{type(exc).__name__}: {exc}"[:300]})
+        os._exit(3)
+
+
+def say(words: dict[str, Any]) -> None:
+    _mine["say"](words)
+
+
+def live(seat: dict[str, Any], connection: Connection) -> None:
+    """One rank, in its fork, until it is killed."""
+    _mine.update(fault=seat.get("fault", ""), say=connection.send, hear=connection.recv)
+    os.environ.update(seat.get("environment", {}))
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    one = types.SimpleNamespace(world_size=1)
+    parallel_state._TP = parallel_state._PP = parallel_state._PCP = one
+    joins = bool(seat.get("joins"))
+    os.environ["VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"] = str(int(joins))
+    parallel = parallel_config(seat["rank"], seat["size"], seat["port"], seat["rpc_port"])
+    sock = join(parallel) if joins else None
+    core = Core(seat["rank"], parallel, joins)
+    if sock is not None:
+        sock.send(msgspec.msgpack.encode({"status": "READY", "local": True}))
+    asyncio.run(serve(core, parallel))
+
+
+class Ranks:
+    """All forks: rank -> pid and connection."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, tuple[int, Connection]] = {}
+
+    def run(self) -> None:
+        """Pass words on until stdin ends."""
+        self._out({"ready": True})
+        while True:
+            for source in wait([sys.stdin, *(c for _, c in self._alive.values())]):
+                if source is sys.stdin:
+                    line = os.read(0, 1 << 16).decode()
+                    if not line:
+                        return self.kill(list(self._alive))
+                    for one in line.splitlines():
+                        self._obey(json.loads(one))
+                else:
+                    self._hear(source)
+
+    def _obey(self, command: dict[str, Any]) -> None:
+        if "start" in command:
+            self._start(command["start"])
+        elif "kill" in command:
+            self.kill([command["kill"]])
+        else:
+            self._alive[command["to"]][1].send(command)
+
+    def _start(self, seat: dict[str, Any]) -> None:
+        ours, theirs = Pipe()
+        pid = os.fork()
+        if pid == 0:
+            for _, connection in self._alive.values():
+                connection.close()
+            ours.close()
+            try:
+                live(seat, theirs)
+            except BaseException as exc:  # noqa: BLE001 - said, and then it ends
+                theirs.send({"died": seat["rank"], "of": f"{type(exc).__name__}: {exc}"[:500]})
+            os._exit(1)
+        theirs.close()
+        self._alive[seat["rank"]] = (pid, ours)
+
+    def _hear(self, source: Any) -> None:
+        rank = next(r for r, (_, c) in self._alive.items() if c is source)
+        try:
+            self._out({"from": rank, **source.recv()})
+        except EOFError:
+            pid, connection = self._alive.pop(rank)
+            connection.close()
+            os.waitpid(pid, 0)
+            self._out({"from": rank, "gone": True})
+
+    def kill(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            if rank in self._alive:
+                os.kill(self._alive[rank][0], signal.SIGKILL)
+
+    def _out(self, words: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(words) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    Ranks().run()
