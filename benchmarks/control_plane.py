@@ -63,6 +63,8 @@ class Setting:
     cycles: int
     step: int
     commits: int
+    etcd_dir: Path | None
+    """On whose disk etcd keeps its data; None: where temporary files are."""
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class Seen:
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     keys: int = 0
+    fsync_p99_ms: float = 0.0
     heard: dict[int, list[float]] = field(default_factory=dict)
     decided: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Epoch -> when its transaction was sent and answered (wall clock)."""
@@ -87,6 +90,20 @@ def etcd_metrics(url: str) -> dict[str, float]:
         lines = reply.read().decode().splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(values[metric]) for name, metric in _METRICS.items() if metric in values}
+
+
+def fsync_p99_ms(url: str) -> float:
+    """Of etcd's log on its disk, as an upper bound: a commit can't be faster than the disk."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    found = [line for line in lines if line.startswith("etcd_disk_wal_fsync_duration_seconds_b")]
+    bounds = [line.split('le="')[1].split('"')[0] for line in found]
+    counts = [float(line.rsplit(" ", 1)[1]) for line in found]
+    return 1e3 * next(
+        float(bound)
+        for bound, count in zip(bounds, counts, strict=True)
+        if count >= 0.99 * counts[-1]
+    )
 
 
 def write_config(directory: Path, url: str, setting: Setting) -> Path:
@@ -249,6 +266,7 @@ async def measure(setting: Setting, etcd: EtcdProcess, directory: Path) -> Seen:
                 setting.commits,
                 lease_ttl_s=LEASE_TTL_S,
             )
+            seen.fsync_p99_ms = fsync_p99_ms(etcd.url)
             seen.keys = len(await store.get_prefix(keys.prefix))
             for heard in [await process.stop() for process in processes]:
                 for epoch, times in heard.items():
@@ -293,6 +311,7 @@ def summary(setting: Setting, seen: Seen) -> dict[str, Any]:
         "commit_p99_ms": round(percentile(commits_ms, 0.99), 1),
         "operation_commit_p50_ms": round(1e3 * statistics.median(seen.operation_commits_s), 1),
         "operation_commit_max_ms": round(1e3 * max(seen.operation_commits_s), 1),
+        "etcd_fsync_p99_ms": round(seen.fsync_p99_ms, 1),
         "deliveries": len(delays_ms),
         "watch_p50_ms": round(statistics.median(delays_ms), 1),
         "watch_p99_ms": round(percentile(delays_ms, 0.99), 1),
@@ -315,7 +334,11 @@ def phases_s(operations: Sequence[OperationRecord]) -> list[dict[str, float]]:
 
 async def rung(setting: Setting) -> tuple[dict[str, Any], list[dict[str, float]]]:
     """One run on a fresh etcd. Raises Broken, with what the coordinator said last."""
-    with tempfile.TemporaryDirectory() as name, etcd_process(Path(name) / "etcd") as etcd:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        tempfile.TemporaryDirectory(dir=setting.etcd_dir) as data,
+        etcd_process(Path(data)) as etcd,
+    ):
         directory = Path(name)
         try:
             seen = await measure(setting, etcd, directory)
@@ -331,6 +354,7 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=2)
     parser.add_argument("--step", type=int, default=8)
     parser.add_argument("--commits", type=int, default=100)
+    parser.add_argument("--etcd-dir", type=Path, help="for etcd's data: /dev/shm has no disk below")
     parser.add_argument("--no-result", action="store_true", help="print only")
     args = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -338,7 +362,7 @@ def main() -> int:
     rungs, phases, breaks = [], {}, None
     for ranks in args.ranks:
         try:
-            setting = Setting(ranks, args.cycles, args.step, args.commits)
+            setting = Setting(ranks, args.cycles, args.step, args.commits, args.etcd_dir)
             told, phases[ranks] = asyncio.run(rung(setting))
         except Broken as exc:
             breaks = {"ranks": ranks, "what": str(exc)}
