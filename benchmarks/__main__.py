@@ -10,7 +10,6 @@ from pathlib import Path
 # Found however we were started: `python benchmarks` or `python -m benchmarks`.
 sys.path.insert(0, str(Path(__file__).parent))
 
-import report
 from catalog import BENCHMARKS, HERE, by_name
 from results import RESULTS, newest_results, problems
 
@@ -62,7 +61,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.command == "run":
         return run(args.name, args.arguments)
-    return {"list": list_all, "validate": validate, "report": report.main}[args.command]()
+    if args.command == "report":
+        import report  # and matplotlib with it
+
+        return report.main()
+    return {"list": list_all, "validate": validate}[args.command]()
 
 
 if __name__ == "__main__":

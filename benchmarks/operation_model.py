@@ -25,13 +25,15 @@ class Control:
     """Of one step, whoever takes part."""
     worker_s: float
     """Of etcd and coordinator, for one participant of one step."""
-    read_s: float
-    """Of etcd, for what one participant reads of one rank: its line of a topology, its endpoint."""
+    topology_line_s: float
+    """Of etcd, for what one participant reads of one rank of a topology."""
+    endpoint_s: float
+    """The same, for one endpoint: each is a key."""
     commit_s: float
     commit_worker_s: float
 
 
-NO_CONTROL = Control(0.0, 0.0, 0.0, 0.0, 0.0)
+NO_CONTROL = Control(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +93,15 @@ class _Steps:
         self.requests = 0
         self.lines = 0
 
-    def run(self, ranks: int, work_s: Callable[[int], float], *, reads: int = 0) -> float:
+    def run(
+        self, ranks: int, work_s: Callable[[int], float], *, reads: int = 0, line_s: float = 0.0
+    ) -> float:
         """A step of `ranks` participants: command, read `reads` lines, work, answer."""
         simulation, half_s = Simulation(), self._control.worker_s / 2
         etcd = Server(simulation)
 
         def commanded(rank: int) -> None:
-            etcd.serve(self._control.read_s * reads, partial(has_read, rank))
+            etcd.serve(line_s * reads, partial(has_read, rank))
 
         def has_read(rank: int) -> None:
             simulation.after(work_s(rank), answers)
@@ -127,13 +131,17 @@ def scale_up(
         peers = joiners if rank < before else after - 1
         return engine.connect_s + engine.connect_peer_s * (peers - 1)
 
+    def told(rank_s: Callable[[int], float]) -> float:
+        """A step of all whose commands bring a new topology."""
+        return steps.run(after, rank_s, reads=after, line_s=control.topology_line_s)
+
     digest_s = engine.dense_bytes / GIGA / engine.digest_gbps if engine.dense_bytes else 0.0
     copies_s = fan_out_s(before, joiners, engine.dense_bytes, fabric, tree=True)
     phases_s = {
         "plan": steps.run(before, same(0.0)),
         "restore": steps.run(joiners, same(engine.restore_s)),
-        "connect": steps.run(after, same(engine.open_s), reads=after)
-        + steps.run(after, connect_s, reads=after),
+        "connect": told(same(engine.open_s))
+        + steps.run(after, connect_s, reads=after, line_s=control.endpoint_s),
         "stream": steps.run(before, same(copies_s)),
         "check": steps.run(joiners + 1, same(engine.check_s + digest_s)),
         "commit": control.commit_s
@@ -142,7 +150,7 @@ def scale_up(
         "canary": steps.run(joiners + 1, same(engine.canary_s)),
         "serve": steps.run(joiners, same(engine.serve_s)),
         "rebalance": engine.rebalance_s
-        + sum(steps.run(after, same(0.0), reads=after) for _ in range(INSTALLS))
+        + sum(told(same(0.0)) for _ in range(INSTALLS))
         + 2 * steps.run(after, same(0.0)),
     }
     return Operation(phases_s, steps.busy_s, steps.requests, steps.lines)

@@ -24,29 +24,32 @@ class Missing(Exception):
 
 
 def control_of(results: Results) -> Control:
-    """Least squares over the runs of control_plane, whose ranks do nothing but answer: its steps by
-    participants, its commits by ranks, and what CONNECT takes beyond two steps by ranks read."""
-    rungs = _of(results, "control_plane")["detail"]["rungs"]
-    phases = _of(results, "control_plane")["detail"]["phases_s"]
-    step_joiners = _of(results, "control_plane")["detail"]["step"]
-    sizes, seconds, squares, excess = [], [], [], []
-    for ranks, operations in ((int(n), o) for n, o in phases.items()):
-        boot, *later = operations
-        sizes += [ranks, ranks, ranks]
-        seconds += [boot["restore"], boot["canary"], boot["serve"]]
-        ups = [o for o in later if "restore" in o]
-        for phase, participants in (("restore", 0), ("check", 1), ("canary", 1), ("serve", 0)):
-            sizes.append(step_joiners + participants)
-            seconds.append(statistics.median(o[phase] for o in ups))
-        squares.append(2 * ranks * ranks)
-        excess.append((boot["connect"], ranks))
-    step_s, worker_s = _line(sizes, seconds)
-    over = [t - 2 * (step_s + worker_s * n) for t, n in excess]
-    read_s = max(0.0, float(np.dot(over, squares) / np.dot(squares, squares)))
+    """Least squares over the runs of control_plane, whose ranks do nothing but answer: steps by
+    participants; by the square of the ranks what REBALANCE takes beyond its steps, reading two
+    topologies, and then CONNECT beyond its own, reading one and the endpoints; commits by ranks."""
+    detail = _of(results, "control_plane")["detail"]
+    boots, ups = {}, {}
+    for ranks, operations in detail["phases_s"].items():
+        boots[int(ranks)] = operations[0]
+        ups[int(ranks)] = [o for o in operations[1:] if "restore" in o]
+    few = detail["step"]
+    points = [(n, boot[p]) for n, boot in boots.items() for p in ("restore", "canary", "serve")]
+    for phase, participants in (("restore", few), ("check", few + 1), ("canary", few + 1)):
+        points += [(participants, statistics.median(o[phase] for o in u)) for u in ups.values()]
+    step_s, worker_s = _line(*zip(*points, strict=True))
+
+    def steps(*participants: int) -> float:
+        return sum(step_s + worker_s * n for n in participants)
+
+    moving = {n: statistics.median(o["rebalance"] for o in u) for n, u in ups.items()}
+    topology_line_s = _square({n: t - steps(n, few, few, n, n) for n, t in moving.items()}) / 2
+    told = {n: boot["connect"] - steps(n, n) for n, boot in boots.items()}
+    endpoint_s = max(0.0, _square(told) - topology_line_s)
+    rungs = detail["rungs"]
     commit_s, commit_worker_s = _line(
         [r["ranks"] for r in rungs], [r["commit_p50_ms"] / 1e3 for r in rungs]
     )
-    return Control(step_s, worker_s, read_s, commit_s, commit_worker_s)
+    return Control(step_s, worker_s, topology_line_s, endpoint_s, commit_s, commit_worker_s)
 
 
 def cpu_engine(results: Results, control: Control) -> Engine:
@@ -169,6 +172,12 @@ def _line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, floa
     if a < 0:
         return 0.0, float(np.mean(y / x))
     return float(a), max(0.0, float(b))
+
+
+def _square(seconds: Mapping[int, float]) -> float:
+    """Least squares of seconds = c * ranks squared, not below 0."""
+    squares = np.asarray([float(n) ** 2 for n in seconds])
+    return max(0.0, float(np.dot(list(seconds.values()), squares) / np.dot(squares, squares)))
 
 
 def _of(results: Results, name: str) -> Result:

@@ -43,9 +43,9 @@ def write_page(simulated: Mapping[str, Any], control_plane: Result) -> None:
             *_operations(simulated),
         ),
         "WEIGHTS": _table(
-            ("ranks", "direct", "tree"),
+            ("ranks", "dense, direct", "dense, tree", "experts, direct", "experts, tree"),
             *(
-                (str(r["ranks"]), f"{r['direct_s']:.2f} s", f"{r['tree_s']:.2f} s")
+                (str(r["ranks"]), *(f"{r[way]:.2f} s" for way in _WAYS))
                 for r in simulated["weights"]
             ),
         ),
@@ -56,6 +56,7 @@ def write_page(simulated: Mapping[str, Any], control_plane: Result) -> None:
     PAGE.write_text(text)
 
 
+_WAYS = ("dense_direct_s", "dense_tree_s", "experts_direct_s", "experts_tree_s")
 _ROWS = (
     ("admission of all ranks, s", "admission_s"),
     ("commit transaction, p50, ms", "commit_p50_ms"),
@@ -120,11 +121,12 @@ def _plot_weights(simulated: Mapping[str, Any]) -> None:
     rows = simulated["weights"]
     ranks = [r["ranks"] for r in rows]
     with plot("scaling_weights") as axes:
-        axes.plot(ranks, [r["direct_s"] for r in rows], marker="o", label="from the retained ranks")
-        axes.plot(ranks, [r["tree_s"] for r in rows], marker="s", label="in a tree")
+        for way, style in zip(_WAYS, ("o-", "s-", "o--", "s--"), strict=True):
+            label = way.removesuffix("_s").replace("_", ", ")
+            axes.plot(ranks, [r[way] for r in rows], style, label=label)
         by_ranks(axes, ranks, "seconds (simulated)")
         axes.set_yscale("log")
-        axes.set_title("Dense weights to every joiner")
+        axes.set_title("Weights to every joiner: from the retained ranks, or in a tree")
         axes.legend()
 
 

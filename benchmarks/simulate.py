@@ -57,16 +57,24 @@ def _told(operation: Operation) -> dict[str, Any]:
     }
 
 
-def fan_outs(size_bytes: float, fabric: Fabric) -> list[dict[str, float]]:
+def expert_bytes(workload: Mapping[str, Any]) -> float:
+    """Of a rank's expert slots: it has as many as each of the first ranks has experts."""
+    values = 3 * workload["hidden_size"] * workload["moe_intermediate_size"]
+    experts = workload["num_experts"] / BEFORE * workload["num_hidden_layers"]
+    return float(experts * values * workload["bytes_per_value"])
+
+
+def fan_outs(sizes_bytes: Mapping[str, float], fabric: Fabric) -> list[dict[str, float]]:
     """Weights to all joiners: every copy from the retained ranks, or in a tree."""
-    return [
-        {
-            "ranks": after,
-            "direct_s": round(fan_out_s(BEFORE, after - BEFORE, size_bytes, fabric, tree=False), 4),
-            "tree_s": round(fan_out_s(BEFORE, after - BEFORE, size_bytes, fabric, tree=True), 4),
-        }
-        for after in SIZES
-    ]
+    rows = []
+    for after in SIZES:
+        row: dict[str, float] = {"ranks": after}
+        for name, size_bytes in sizes_bytes.items():
+            for way in ("direct", "tree"):
+                seconds = fan_out_s(BEFORE, after - BEFORE, size_bytes, fabric, tree=way == "tree")
+                row[f"{name}_{way}_s"] = round(seconds, 4)
+        rows.append(row)
+    return rows
 
 
 def main() -> int:
@@ -89,7 +97,8 @@ def main() -> int:
         )
     if args.check:
         return 0 if checks and checks[-1].rel_err <= TOLERANCE else 1
-    rows, copies = sweep(control, engines, fabric), fan_outs(size_bytes, fabric)
+    rows = sweep(control, engines, fabric)
+    sizes_bytes = {"dense": size_bytes, "experts": expert_bytes(points["workload"])}
     detail = {
         "parameters": {
             "control": asdict(control),
@@ -98,7 +107,8 @@ def main() -> int:
         },
         "checks": [asdict(c) | {"rel_err": round(c.rel_err, 4)} for c in checks],
         "operations": rows,
-        "weights": copies,
+        "weights_bytes": sizes_bytes,
+        "weights": fan_outs(sizes_bytes, fabric),
     }
     largest = checks[-1]
     metrics = {"sim_rel_err": round(largest.rel_err, 4), "checked_ranks": largest.ranks}

@@ -1,5 +1,5 @@
-"""Every stored result is as the schema says, every benchmark is listed, and what was not measured is
-shown as that."""
+"""Every stored result is as the schema says, every benchmark is listed, and what was not measured
+is shown as that."""
 
 from __future__ import annotations
 

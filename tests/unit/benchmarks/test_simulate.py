@@ -22,7 +22,14 @@ ENGINE = Engine(
     dense_bytes=0.0,
     digest_gbps=1.0,
 )
-CONTROL = Control(step_s=0.01, worker_s=0.001, read_s=0.0, commit_s=0.02, commit_worker_s=0.0)
+CONTROL = Control(
+    step_s=0.01,
+    worker_s=0.001,
+    topology_line_s=0.0,
+    endpoint_s=0.0,
+    commit_s=0.02,
+    commit_worker_s=0.0,
+)
 FABRIC = Fabric(node_gpus=8, node_gbps=100.0, network_gbps=10.0)
 
 
@@ -51,9 +58,10 @@ def test_a_step_of_n_idle_ranks_takes_what_was_fitted() -> None:
 
 
 def test_reading_everybody_grows_by_the_square() -> None:
-    control, idle = replace(CONTROL, read_s=1e-5), replace(ENGINE, open_s=0.0, connect_s=0.0)
+    control, idle = replace(CONTROL, endpoint_s=1e-5), replace(ENGINE, open_s=0.0, connect_s=0.0)
     times = [scale_up(2, n, control, idle, FABRIC).phases_s["connect"] for n in (500, 1000)]
     assert times[1] / times[0] == pytest.approx(4, rel=0.25)
+    assert scale_up(2, 500, control, idle, FABRIC).etcd_lines == 5 * 500 * 500
 
 
 @pytest.mark.parametrize(
