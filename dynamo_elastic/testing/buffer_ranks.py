@@ -41,7 +41,7 @@ BUFFER_MODEL = replace(SMALL_SHAPE, hidden_size=2048, num_hidden_layers=2)
 """The smallest hidden size that NIXL EP has kernels for."""
 TILE = TileSize(batch_tokens=16, max_context=32)
 _BLOCKS = 16
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 60.0
 
 
 class Bf16HostStore(HostStore):

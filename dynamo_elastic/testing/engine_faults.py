@@ -68,8 +68,7 @@ class Losses:
             await _serves(load)
             self.ranks.connect_timeout_s = 4 * CONNECT_TIMEOUT_S
             self.ranks.all[spare] = waiting
-            width = self.ranks.in_force.world_size
-            await self.ranks.scale_up(width + 1, skipped_epochs=1)
+            await self.ranks.scale_up(self.high, skipped_epochs=1)
             await asyncio.sleep(_SETTLE_S)
         times = self.first.token_times.values()
         longest_s = max(b - a for t in times for a, b in itertools.pairwise(t))
@@ -103,8 +102,9 @@ class Losses:
         """Up to the decision."""
         if when == "stream":
             self.arm(plan.retained[0], "weights.before_chunk", "delay 0.5")
-            asyncio.get_running_loop().create_task(self._kill_in_stream())
-        await self.ranks.join(plan)
+            await asyncio.gather(self.ranks.join(plan), self._kill_in_stream())
+        else:
+            await self.ranks.join(plan)
         if when == "check":
             self.ranks.all[self.joiner].kill()
             joiner = self.ranks.all[self.joiner]

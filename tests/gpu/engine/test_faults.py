@@ -6,6 +6,8 @@ A spare engine takes the place of the lost one on its GPU.
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -69,4 +71,8 @@ def test_those_that_live_serve_on_and_grow_again(
             return await losses.run(lambda: CASES[case](losses))
 
     longest_gap_s = asyncio.run(scenario())
+    if folder := os.environ.get("OUT"):
+        with Path(folder, "faults.jsonl").open("a") as file:
+            row = {"case": case, "ranks": [low, high], "longest_gap_s": round(longest_gap_s, 4)}
+            file.write(json.dumps(row) + "\n")
     assert longest_gap_s < 1.0, case
