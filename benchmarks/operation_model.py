@@ -119,9 +119,16 @@ class _Steps:
 
 
 def scale_up(
-    before: int, after: int, control: Control, engine: Engine, fabric: Fabric
+    before: int,
+    after: int,
+    control: Control,
+    engine: Engine,
+    fabric: Fabric,
+    *,
+    tree: bool = False,
 ) -> Operation:
-    """From `before` ranks to `after`, joiners next to each other on nodes of their own."""
+    """From `before` ranks to `after`, joiners next to each other on nodes of their own. Without
+    `tree` weights come from the retained ranks alone, as they do today."""
     steps, joiners = _Steps(control), after - before
 
     def same(seconds: float) -> Callable[[int], float]:
@@ -136,7 +143,7 @@ def scale_up(
         return steps.run(after, rank_s, reads=after, line_s=control.topology_line_s)
 
     digest_s = engine.dense_bytes / GIGA / engine.digest_gbps if engine.dense_bytes else 0.0
-    copies_s = fan_out_s(before, joiners, engine.dense_bytes, fabric, tree=True)
+    copies_s = fan_out_s(before, joiners, engine.dense_bytes, fabric, tree=tree)
     phases_s = {
         "plan": steps.run(before, same(0.0)),
         "restore": steps.run(joiners, same(engine.restore_s)),

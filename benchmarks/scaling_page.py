@@ -39,7 +39,7 @@ def write_page(simulated: Mapping[str, Any], control_plane: Result) -> None:
             ),
         ),
         "OPERATIONS": _table(
-            ("ranks", "from images", "longest phase", "from parked", "longest phase"),
+            ("ranks", "images, today", "images, tree", "parked, today", "parked, tree"),
             *_operations(simulated),
         ),
         "WEIGHTS": _table(
@@ -91,29 +91,31 @@ def _table(head: tuple[str, ...], *rows: tuple[str, ...]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _rows(simulated: Mapping[str, Any], tier: str, *, tree: bool) -> list[dict[str, Any]]:
+    return [r for r in simulated["operations"] if (r["tier"], r["tree"]) == (tier, tree)]
+
+
 def _operations(simulated: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    tiers = {
-        tier: {r["ranks"]: r for r in simulated["operations"] if r["tier"] == tier}
-        for tier in ("image", "parked")
-    }
-    rows = []
-    for ranks, image in tiers["image"].items():
-        parked = tiers["parked"][ranks]
-        told = [(f"{r['total_s']:.2f} s", r["dominant"]) for r in (image, parked)]
-        rows.append((str(ranks), *told[0], *told[1]))
-    return rows
+    columns = [
+        _rows(simulated, tier, tree=tree) for tier in ("image", "parked") for tree in (False, True)
+    ]
+    return [
+        (str(row[0]["ranks"]), *(f"{r['total_s']:.2f} s, {r['dominant']}" for r in row))
+        for row in zip(*columns, strict=True)
+    ]
 
 
 def _plot_phases(simulated: Mapping[str, Any]) -> None:
-    rows = [r for r in simulated["operations"] if r["tier"] == "image"]
+    rows = _rows(simulated, "image", tree=True)
     ranks = [r["ranks"] for r in rows]
     with plot("scaling_operation") as axes:
         phases = list(rows[0]["phases_s"])
         axes.stackplot(ranks, [[r["phases_s"][p] for r in rows] for p in phases], labels=phases)
-        parked = [r["total_s"] for r in simulated["operations"] if r["tier"] == "parked"]
-        axes.plot(ranks, parked, color="black", linestyle="--", label="total, from parked")
+        today = [r["total_s"] for r in _rows(simulated, "image", tree=False)]
+        axes.plot(ranks, today, color="black", linestyle="--", label="total, weights as today")
         by_ranks(axes, ranks, "seconds (simulated)")
-        axes.set_title("One scale-up from 2 ranks, joiners from images, by phase")
+        axes.set_ylim(0, 1.3 * max(r["total_s"] for r in rows))
+        axes.set_title("One scale-up from 2 ranks, from images, weights in a tree, by phase")
         axes.legend(loc="upper left", ncols=2, fontsize=8)
 
 
@@ -131,7 +133,7 @@ def _plot_weights(simulated: Mapping[str, Any]) -> None:
 
 
 def _plot_etcd(simulated: Mapping[str, Any], control_plane: Result) -> None:
-    rows = [r for r in simulated["operations"] if r["tier"] == "image"]
+    rows = _rows(simulated, "image", tree=False)
     ranks = [r["ranks"] for r in rows]
     with plot("scaling_etcd") as axes:
         axes.plot(ranks, [r["etcd_busy_s"] for r in rows], marker="o", label="simulated, 2 -> n")

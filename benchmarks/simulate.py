@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,13 @@ def dense_bytes(workload: Mapping[str, Any]) -> float:
 
 
 def sweep(control: Control, engines: Mapping[str, Engine], fabric: Fabric) -> list[dict[str, Any]]:
-    """One row a tier and size: seconds of each phase, what dominates, what etcd does."""
+    """Seconds of each phase, what dominates, what etcd does: by tier and size, with weights as they
+    go today and in a tree."""
     rows = []
-    for tier, engine in engines.items():
+    for (tier, engine), tree in product(engines.items(), (False, True)):
         for after in SIZES:
-            operation = scale_up(BEFORE, after, control, engine, fabric)
-            rows.append({"tier": tier, "ranks": after} | _told(operation))
+            operation = scale_up(BEFORE, after, control, engine, fabric, tree=tree)
+            rows.append({"tier": tier, "tree": tree, "ranks": after} | _told(operation))
     return rows
 
 
@@ -112,7 +114,7 @@ def main() -> int:
     }
     largest = checks[-1]
     metrics = {"sim_rel_err": round(largest.rel_err, 4), "checked_ranks": largest.ranks}
-    metrics |= {f"up_{r['tier']}_{r['ranks']}_s": r["total_s"] for r in rows}
+    metrics |= {f"up_{r['tier']}_{r['ranks']}_s": r["total_s"] for r in rows if not r["tree"]}
     print(write_result("simulate", metrics, detail))
     write_page(detail, results["control_plane"])
     return 0
