@@ -1,7 +1,7 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 PY := .venv/bin/python
 
-.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu test test-all lint format docs bench planner-cycle soak sim clean
+.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu test test-all lint format docs screenshots bench planner-cycle soak sim clean
 
 setup:
 	@sh deploy/setup.sh
@@ -39,6 +39,12 @@ format: setup
 docs: setup
 	@$(PY) -m dynamo_elastic.cli.reference
 	@$(PY) benchmarks/gpu_tables.py
+
+# Pictures of docs/observe.md, of a real deployment; needs Debian's chromium and prometheus.
+screenshots: setup
+	@command -v chromium >/dev/null && command -v prometheus >/dev/null || \
+	  { echo "missing: apt-get install --no-install-recommends chromium prometheus" >&2; exit 1; }
+	@SCREENSHOTS=docs/images $(PY) -m pytest -m "" -k screenshot tests/integration/test_observe.py
 
 bench: setup
 	@$(PY) benchmarks/cpu_scale.py

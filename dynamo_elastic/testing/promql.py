@@ -43,13 +43,14 @@ def selectors(expr: str) -> list[Selector]:
 def _selectors(node: Any, grouped: frozenset[str]) -> Iterator[Selector]:
     if isinstance(node, promql_parser.VectorSelector):
         matched = {m.name for m in node.matchers.matchers}
-        yield Selector(node.name, grouped | matched)
+        yield Selector(node.name or "", grouped | matched)
         return
     modifier = getattr(node, "modifier", None)
     if isinstance(node, promql_parser.AggregateExpr) and modifier is not None:
         grouped |= set(modifier.labels)
-    if isinstance(node, promql_parser.BinaryExpr) and getattr(modifier, "matching", None):
-        grouped |= set(modifier.matching.labels)
+    matching = getattr(modifier, "matching", None)
+    if isinstance(node, promql_parser.BinaryExpr) and matching is not None:
+        grouped |= set(matching.labels)
     for name in _CHILDREN:
         child = getattr(node, name, None)
         if child is not None:

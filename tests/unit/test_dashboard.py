@@ -75,7 +75,7 @@ def test_a_wrong_query_would_be_seen() -> None:
 
 def test_every_panel_says_what_it_shows_in_which_unit() -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
-    spots = set()
+    spots: set[tuple[int, int]] = set()
     for panel in panels:
         if panel["type"] == "row":
             continue
