@@ -54,6 +54,7 @@ _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 10.0
 _TERM_PAUSE_S = 0.5
 _MIN_PAUSE_S = 0.01
+_GATHER_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +223,11 @@ class _Term:
                 async for event in watch:
                     if event.key == keys.leader:
                         raise LeadershipLost("the leader's key changed")
-                    if event.key in singles or event.key.startswith(keys.members):
+                    if event.key in singles:
                         return
+                    if event.key.startswith(keys.members):
+                        # Shells come by the thousand, and each look reads all of them.
+                        return await asyncio.sleep(_GATHER_S)
         except TimeoutError:
             return
 
