@@ -97,7 +97,7 @@ def report(work_dir: WorkDir = WORK_DIR) -> None:
 async def _discover(work_dir: Path) -> dict[str, dict[str, list[str]]]:
     found = {}
     async with world(work_dir, members=1, say=console.print) as here:
-        for resize in (Resize.UP, Resize.DOWN, Resize.UP_PARKED, Resize.UP_COLD):
+        for resize in (Resize.UP, Resize.DOWN, Resize.UP_PARKED):
             found[str(resize)] = await passed(here, resize)
     return found
 

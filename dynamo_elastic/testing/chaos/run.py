@@ -14,7 +14,7 @@ from dynamo_elastic.agent.base import SlotState
 from dynamo_elastic.coordinator.records import MemberState, OutcomeStatus
 from dynamo_elastic.coordinator.status import Status
 from dynamo_elastic.errors import StoreError
-from dynamo_elastic.failpoints import TRACE_FILE, Act
+from dynamo_elastic.failpoints import TRACE_FILE
 from dynamo_elastic.testing.chaos.checker import Windows, check, longest_silence_s, lost
 from dynamo_elastic.testing.chaos.faults import happened, inject, undo
 from dynamo_elastic.testing.chaos.history import History
@@ -84,13 +84,13 @@ async def run(world: World, scenario: Scenario) -> tuple[Verdict, History]:
     )
     history = world.history()
     try:
-        await _at_width(world, WIDE if scenario.ranks == NARROW else NARROW)
+        await at_width(world, WIDE if scenario.ranks == NARROW else NARROW)
         await _prepare(world, scenario.resize)
         began_s = time.monotonic()
         verdict.fired = await _resize(world, scenario)
         await undo(world)
-        await _at_width(world, scenario.ranks)
-        await _stream_ends(world)
+        await at_width(world, scenario.ranks)
+        await stream_ends(world)
         verdict.seconds = round(time.monotonic() - began_s, 3)
     except Hang as exc:
         verdict.hang = str(exc)
@@ -102,13 +102,11 @@ async def run(world: World, scenario: Scenario) -> tuple[Verdict, History]:
 async def passed(world: World, resize: Resize) -> dict[str, list[str]]:
     """Failpoints that are passed in `resize` without any fault, and by whom."""
     ranks = NARROW if resize is Resize.DOWN else WIDE
-    await _at_width(world, WIDE if ranks == NARROW else NARROW)
+    await at_width(world, WIDE if ranks == NARROW else NARROW)
     await _prepare(world, resize)
-    if resize is Resize.UP_COLD:
-        world.arm("restore.compare", str(Act.ERROR))
     trace = world.failpoints / TRACE_FILE
     trace.touch()
-    await _at_width(world, ranks)
+    await at_width(world, ranks)
     await asyncio.sleep(_LINGER_S)
     lines = [line.split(" ") for line in trace.read_text().splitlines()]
     trace.unlink()
@@ -135,7 +133,7 @@ def _judged(verdict: Verdict, history: History) -> Verdict:
 
 async def _prepare(world: World, resize: Resize) -> None:
     """The joiner will come from where it is to come from."""
-    if resize not in (Resize.UP, Resize.UP_COLD):
+    if resize is not Resize.UP:
         return
     parked = [s.pid for s in await world.slots() if s.state is SlotState.PARKED]
     for pid in parked:
@@ -167,7 +165,7 @@ async def _answered(world: World, request_id: str) -> OutcomeStatus | None:
     return None
 
 
-async def _at_width(world: World, ranks: int) -> None:
+async def at_width(world: World, ranks: int) -> None:
     """The deployment is whole, with `ranks` ranks; it is asked for them if need be. Raises Hang."""
     deadline_s = time.monotonic() + HANG_S
     while True:
@@ -209,7 +207,7 @@ def unrest(status: Status) -> str:
     return "" if states == wanted else f"shells are {states}"
 
 
-async def _stream_ends(world: World) -> None:
+async def stream_ends(world: World) -> None:
     """A stream that began after this ends well: serving goes on. Raises Hang."""
     since_s = time.monotonic()
     while time.monotonic() - since_s < HANG_S / 2:

@@ -13,6 +13,7 @@ import msgspec
 from dynamo_elastic.failpoints import Act
 
 NARROW, WIDE = 2, 3
+ANY_MOMENT = "any moment"
 
 
 class Resize(StrEnum):
@@ -20,7 +21,6 @@ class Resize(StrEnum):
 
     UP = "up"
     UP_PARKED = "up from parked"
-    UP_COLD = "up by a boot"
     DOWN = "down"
 
 
@@ -70,7 +70,7 @@ class AtRandom:
 
     @property
     def place(self) -> str:
-        return "any moment"
+        return ANY_MOMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +97,39 @@ ACTS = (Act.KILL, Act.STOP, Act.ERROR, Act.DELAY)
 _SECONDS = {Act.STOP: 3.0, Act.DELAY: 1.0}
 """A stop outlives a lease of 2 s; a delay does not."""
 
-_TAKEOVER = ("coordinator.elected", "scale.before_recover", "scale.before_abort")
-"""Passed by a coordinator that takes over."""
-
-_VIA: dict[Resize, AtFailpoint] = {
-    # Whatever makes a restore fail: the next rung is a boot.
-    Resize.UP_COLD: AtFailpoint("restore.compare", "", Act.ERROR),
+_DETOURS: dict[Resize, tuple[tuple[AtFailpoint, str, tuple[str, ...]], ...]] = {
+    Resize.UP: (
+        (
+            AtFailpoint("scale.before_check", "", Act.KILL),
+            "",
+            ("coordinator.elected", "scale.before_recover", "scale.before_abort"),
+        ),
+        (AtFailpoint("worker.check.begin", "slot2", Act.ERROR), "", ("scale.abort.commanded",)),
+        (
+            AtFailpoint("worker.check.begin", "slot2", Act.ERROR),
+            "slot0",
+            ("worker.abort.begin", "worker.abort.end", "engine.abort_epoch"),
+        ),
+    ),
+    Resize.DOWN: (
+        (
+            AtFailpoint("scale.before_redistribute", "", Act.KILL),
+            "",
+            ("coordinator.elected", "scale.before_recover", "scale.before_abort"),
+        ),
+        (
+            AtFailpoint("engine.after_open", "slot2", Act.KILL),
+            "slot0",
+            ("worker.load.begin", "worker.load.end", "engine.load_weights"),
+        ),
+        (AtFailpoint("engine.after_open", "slot1", Act.KILL), "", ("scale.load.commanded",)),
+    ),
 }
+"""A fault that leads to places that are not passed without one, the process, and the places: a
+coordinator that takes over, an abort, experts that were lost with their rank."""
 
-_LEFT_OUT = ("engine.status",)
-"""Passed every moment by every engine, whatever is under way: a kill or a stop at any moment."""
+_LEFT_OUT = ("engine.status", "coordinator.elected", "scale.before_recover")
+"""Passed every moment by every engine, whatever is under way; or not without a fault."""
 
 _PLACES_FILE = Path(__file__).with_name("places.json")
 
@@ -147,26 +170,28 @@ def _at(place: str, process: str, act: Act) -> AtFailpoint:
 def _failpoint_cells(resize: Resize) -> list[Cell]:
     """Each failpoint with each act; where several processes pass it, another one each time."""
     cells: list[Cell] = []
-    via = _VIA.get(resize)
     for number, (place, processes) in enumerate(_own_places(resize)):
         for turn, act in enumerate(ACTS):
             process = processes[(number + turn) % len(processes)]
-            cells.append((resize, _at(place, process, act), via))
+            cells.append((resize, _at(place, process, act), None))
     return cells
 
 
 def _own_places(resize: Resize) -> list[tuple[str, tuple[str, ...]]]:
-    """Failpoints of `resize`; of another way up than the first those that only it passes."""
-    known = places().get(Resize.UP, {}) if resize in (Resize.UP_PARKED, Resize.UP_COLD) else {}
+    """Failpoints of `resize`; of the other way up those that only it passes."""
+    known = places().get(Resize.UP, {}) if resize is Resize.UP_PARKED else {}
     found = places().get(resize, {})
     return [(p, found[p]) for p in found if p not in known and p not in _LEFT_OUT]
 
 
-def _takeover_cells(resize: Resize) -> list[Cell]:
-    """Faults of a coordinator that takes over from one that was killed."""
-    before = "scale.before_check" if resize is Resize.UP else "scale.before_redistribute"
-    via = _at(before, "", Act.KILL)
-    return [(resize, _at(place, "", act), via) for place in _TAKEOVER for act in ACTS]
+def _detour_cells(resize: Resize) -> list[Cell]:
+    detours = _DETOURS.get(resize, ())
+    return [
+        (resize, _at(place, process, act), via)
+        for via, process, names in detours
+        for place in names
+        for act in ACTS
+    ]
 
 
 def _around_cells(resize: Resize) -> list[Cell]:
@@ -179,10 +204,10 @@ def cells(down: bool) -> tuple[Cell, ...]:
     if down:
         kinds: tuple[Resize, ...] = (Resize.DOWN,)
     else:
-        kinds = (Resize.UP, Resize.UP_PARKED, Resize.UP_COLD)
+        kinds = (Resize.UP, Resize.UP_PARKED)
     first = kinds[0]
     found = [c for kind in kinds for c in _failpoint_cells(kind)]
-    return (*found, *_takeover_cells(first), *_around_cells(first))
+    return (*found, *_detour_cells(first), *_around_cells(first))
 
 
 def scenario(number: int) -> Scenario:

@@ -1,0 +1,78 @@
+"""What runs add up to, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_elastic.errors import ResourceMissing
+from dynamo_elastic.failpoint_table import FAILPOINTS
+from dynamo_elastic.testing.chaos.report import metrics_of, write_report
+from dynamo_elastic.testing.chaos.run import Verdict
+from dynamo_elastic.testing.chaos.scenario import AtRandom, Fault, Scenario, cells, places, scenario
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+def verdict(number: int, **more: Any) -> dict[str, Any]:
+    base = Verdict(number, "up: kill", "up", "scale.before_check", "", "kill", True)
+    return base.as_json() | {"requests": 5, "silence_s": 0.5} | more
+
+
+VERDICTS = [
+    verdict(0),
+    verdict(1, act="stop", place="any moment", process="<agent>"),
+    verdict(2, fired=False),
+    verdict(3, lost=2, violations=["no request is lost: x", "no request is lost: y"]),
+    verdict(4, hang="it <stands> still"),
+]
+
+
+def test_sums() -> None:
+    sums = metrics_of(VERDICTS)
+    assert sums["runs"] == 5
+    assert sums["runs_with_fault"] == 4
+    assert (sums["failpoints"], sums["faults"]) == (1, 2)
+    assert (sums["violations"], sums["hangs"], sums["requests_lost"]) == (2, 1, 2)
+    assert sums["requests_total"] == 25
+
+
+def test_both_files_are_written(tmp_path: Path) -> None:
+    (tmp_path / "provenance.py").write_text((BENCHMARKS / "provenance.py").read_text())
+    (tmp_path / "results").mkdir()
+    report, page = write_report(VERDICTS, benchmarks=tmp_path)
+    read = json.loads(report.read_text())
+    assert read["metrics"]["hangs"] == 1
+    assert [v["number"] for v in read["detail"]["bad"]] == [3, 4]
+    text = page.read_text()
+    assert "3 (2 bad)" in text
+    assert "&lt;agent&gt;" in text
+    assert "http" not in text, "it needs nothing from elsewhere"
+
+
+def test_outside_a_checkout_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ResourceMissing, match="checkout"):
+        write_report(VERDICTS, benchmarks=tmp_path)
+
+
+def test_a_number_is_the_same_run_for_ever() -> None:
+    assert [scenario(n) for n in range(50)] == [scenario(n) for n in range(50)]
+    assert len({str(scenario(n)) for n in range(200)}) > 150
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_every_cell_has_its_turn(down: bool) -> None:
+    wanted = {str(Scenario(0, *cell)) for cell in cells(down)}
+    numbers = range(int(down), 2 * len(cells(down)), 2)
+    assert {str(scenario(n)) for n in numbers} == wanted
+    assert {c[1].fault for c in cells(down) if isinstance(c[1], AtRandom)} == set(Fault)
+
+
+def test_places_are_failpoints_that_there_are() -> None:
+    known = {f.name for f in FAILPOINTS}
+    passed = {name for of_resize in places().values() for name in of_resize}
+    assert passed
+    assert passed <= known, "run `dynamo-elastic-chaos discover` again"
