@@ -209,10 +209,11 @@ class AgentConfig(Section):
     """GPU of each slot, by index (NVML's, as in nvidia-smi) or UUID. Default: slot N has GPU N."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Prometheus metrics on observe.metrics_host; 0: none."""
-    uid: int | None = Field(default=None, ge=0)
-    """One more user that may call the agent, besides root and the agent's own."""
+    uids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Users that may call the agent for engines, besides root and the agent's own. Only those two
+    may drain it, evict engines, or end all."""
     gid: int | None = Field(default=None, ge=0)
-    """Members of this group may call the agent, too."""
+    """Members of this group may call the agent like `uids`."""
 
 
 class EtcdConfig(Section):

@@ -34,33 +34,39 @@ _MOST_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Callers:
-    """Who may call a server, besides root and the user it runs as: one user, and the members of one
-    group. The socket belongs to them; its directory has to let them in."""
+    """Who may call a server, besides root and the user it runs as: these users, and the members of
+    one group, but not `reserved` calls. The socket lets them in; so must its directory."""
 
-    uid: int | None = None
+    uids: tuple[int, ...] = ()
     gid: int | None = None
+    reserved: frozenset[str] = frozenset()
 
-    def admit(self, peer: socket.socket) -> None:
-        """Return if the process at the other end may call. Raises CallerRefused."""
+    def admit(self, peer: socket.socket, call: str) -> None:
+        """Return if the process at the other end may make that call. Raises CallerRefused."""
         size = struct.calcsize("3i")
         _, uid, gid = struct.unpack(
             "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         )
-        if uid in (0, os.geteuid(), self.uid):
+        if uid in (0, os.geteuid()):
             return
-        if self.gid is not None and self.gid in (gid, *_groups(peer)):
+        owners = ["root", f"uid {os.geteuid()}"]
+        if call in self.reserved:
+            raise CallerRefused(f"uid {uid} may not call {call}: only {', '.join(owners)}")
+        if uid in self.uids or (self.gid is not None and self.gid in (gid, *_groups(peer))):
             return
-        others = [f"uid {self.uid}"] if self.uid is not None else []
+        others = [f"uid {other}" for other in self.uids]
         others += [f"group {self.gid}"] if self.gid is not None else []
-        allowed = ", ".join(["root", f"uid {os.geteuid()}", *others])
+        allowed = ", ".join([*owners, *others])
         raise CallerRefused(f"uid {uid} may not call this socket: only {allowed}")
 
     def own(self, path: Path) -> None:
-        """The socket at `path` lets them in, and nobody else."""
-        if self.uid is None and self.gid is None:
-            path.chmod(0o600)
+        """The socket at `path` lets them in, and, where its mode can say so, nobody else."""
+        if len(self.uids) > 1:
+            path.chmod(0o666)  # a mode knows one user: admit() tells the others apart
             return
-        os.chown(path, -1 if self.uid is None else self.uid, -1 if self.gid is None else self.gid)
+        (uid,) = self.uids or (-1,)
+        if uid >= 0 or self.gid is not None:
+            os.chown(path, uid, -1 if self.gid is None else self.gid)
         path.chmod(0o600 if self.gid is None else 0o660)
 
 
@@ -117,7 +123,7 @@ class RpcServer:
         if peer is None:
             raise web.HTTPForbidden
         try:
-            self._callers.admit(peer)
+            self._callers.admit(peer, request.match_info.get("name", ""))
         except CallerRefused as exc:
             return _failure(exc, 403)
         return await handler(request)

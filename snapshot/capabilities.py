@@ -52,7 +52,7 @@ NEEDED: Mapping[Capability, str] = {
 
 USEFUL: Mapping[Capability, str] = {
     Capability.CHECKPOINT_RESTORE: "what kernels move there from CAP_SYS_ADMIN",
-    Capability.CHOWN: "the agent's socket belongs to agent.uid and agent.gid",
+    Capability.CHOWN: "the agent's socket belongs to agent.uids and agent.gid",
     Capability.DAC_OVERRIDE: "models, certificates and control directories of other users",
     Capability.FOWNER: "modes of files that are restored",
     Capability.KILL: "engines of other users",

@@ -27,6 +27,8 @@ from dynamo_elastic.snapshot.gpu import NO_GPU, Gpu
 from dynamo_elastic.types import Epoch, Incarnation, OperationId, WorkerId
 
 _GUARD_PERIOD_S = 5.0
+_OPERATORS = frozenset({"evict", "drain", "undrain", "stop_all"})
+"""Calls for root and our own user alone: who is let in for engines can't end other people's."""
 _log = logging.getLogger(__name__)
 
 
@@ -68,7 +70,7 @@ class AgentServer:
                 "undrain": self._end_drain,
                 "stop_all": self._stop_all,
             },
-            callers=Callers(config.agent.uid, config.agent.gid),
+            callers=Callers(config.agent.uids, config.agent.gid, _OPERATORS),
         )
 
     async def start(self) -> None:

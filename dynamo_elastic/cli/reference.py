@@ -44,7 +44,7 @@ REQUIRED: dict[str, Any] = {
 EXAMPLES: dict[str, Any] = {
     "agent.gid": 1000,
     "agent.gpus": [f"GPU-2f0a6a3e-0000-0000-0000-00000000000{n}" for n in range(4)],
-    "agent.uid": 1000,
+    "agent.uids": [1000],
     "coordinator.api.port": 9087,
     "coordinator.api.token_file": "/etc/dynamo-elastic/token",
     "engine.args": "--max-model-len 4096 --gpu-memory-utilization 0.9",
