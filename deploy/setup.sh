@@ -26,6 +26,13 @@ missing=
 command -v python3 >/dev/null || missing="$missing python3"
 python3 -c 'import ensurepip, venv' 2>/dev/null || missing="$missing python3-venv"
 [ -x "$(command -v etcd || echo /usr/bin/etcd)" ] || missing="$missing etcd-server"
+# For the fault matrix, which only root can play.
+if root; then
+  for tool in ip:iproute2 nft:nftables strace:strace; do
+    [ -n "$(PATH="$PATH:/usr/sbin:/sbin" command -v "${tool%:*}")" ] || missing="$missing ${tool#*:}"
+  done
+  [ -n "$(ls /usr/lib/*/faketime/libfaketime.so.1 2>/dev/null)" ] || missing="$missing libfaketime"
+fi
 for tool in nsenter unshare; do command -v $tool >/dev/null || missing="$missing util-linux"; done
 # shellcheck disable=SC2086 # a list of names
 [ -z "$missing" ] || apt_install $missing

@@ -31,12 +31,6 @@ _START_TIMEOUT_S = 20.0
 TOOLS = {"ip": "iproute2", "nft": "nftables", "strace": "strace", "etcd": "etcd-server"}
 
 
-def missing_tools() -> str:
-    """What has to be installed first; '' if nothing."""
-    packages = [package for tool, package in TOOLS.items() if shutil.which(tool) is None]
-    return f"needs {', '.join(packages)} of the distribution" if packages else ""
-
-
 @dataclass(slots=True)
 class Member:
     """One member. Its process may be gone; its namespace and its data stay."""

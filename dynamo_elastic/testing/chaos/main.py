@@ -21,12 +21,11 @@ from rich.console import Console
 
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.testing.chaos.checker import check as check_history
-from dynamo_elastic.testing.chaos.etcd_members import missing_tools
 from dynamo_elastic.testing.chaos.history import History
 from dynamo_elastic.testing.chaos.report import write_report
 from dynamo_elastic.testing.chaos.run import WINDOWS, Verdict, passed, run
 from dynamo_elastic.testing.chaos.scenario import Resize, scenario
-from dynamo_elastic.testing.chaos.world import World, world
+from dynamo_elastic.testing.chaos.world import World, missing_tools, world
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 console = Console(highlight=False)

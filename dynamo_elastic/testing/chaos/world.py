@@ -26,7 +26,7 @@ from dynamo_elastic.failpoints import HITS_FILE, KILL_ONCE_DIR
 from dynamo_elastic.serve import plan
 from dynamo_elastic.serve.deployment import Deployment, running
 from dynamo_elastic.serve.processes import ProcessSpec
-from dynamo_elastic.testing.chaos.etcd_members import EtcdMembers
+from dynamo_elastic.testing.chaos.etcd_members import TOOLS, EtcdMembers
 from dynamo_elastic.testing.chaos.history import Answer, History, Write
 from dynamo_elastic.testing.chaos.recorder import Recorder
 from dynamo_elastic.testing.chaos.scenario import NARROW, WIDE
@@ -42,7 +42,7 @@ ETCD_CLIENTS = {"coordinator": 10, STANDBY: 11, "frontend": _FRONTEND}
 """Process -> by which of etcd's addresses it knows the members."""
 
 _STATE_DISK = "size=96m"
-_FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+_FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 
 
 def etcd_client(process: str) -> int:
@@ -50,6 +50,13 @@ def etcd_client(process: str) -> int:
     if process.startswith("slot"):
         return _FIRST_SHELL + int(process.removeprefix("slot"))
     return ETCD_CLIENTS.get(process, _US)
+
+
+def missing_tools() -> str:
+    """What has to be installed before there can be a world; '' if nothing."""
+    packages = [package for tool, package in TOOLS.items() if shutil.which(tool) is None]
+    packages += ["libfaketime"] if _FAKETIME is None else []
+    return f"needs {', '.join(packages)} of the distribution" if packages else ""
 
 
 def all_clients() -> tuple[int, ...]:
@@ -184,6 +191,7 @@ async def world(
         stack.callback(os.environ.pop, KILL_ONCE_DIR)
         adapt = partial(_adapted, config=config, etcd=etcd, clock=clock)
         deployment = await stack.enter_async_context(running(config, say, adapt))
+        stack.push_async_callback(deployment.supervisor.stop, STANDBY)
         await _second_coordinator(deployment, adapt)
         recorder = Recorder(etcd.urls(_US), config, deployment.keys.prefix)
         await stack.enter_async_context(recorder.running())
@@ -212,7 +220,7 @@ def _adapted(
     """`spec` with addresses of etcd of its own; a coordinator with a wall clock that can jump."""
     urls = etcd.urls(etcd_client(spec.name))
     environment = {**spec.environment, "ETCD_ENDPOINTS": ",".join(urls)}
-    if spec.name.startswith("coordinator") and _FAKETIME.exists():
+    if spec.name.startswith("coordinator"):
         environment |= _jumping_clock(clock)
     argv = list(spec.argv)
     if CONFIG_FLAG in argv:
