@@ -1,0 +1,71 @@
+"""A part of the fault matrix, always the same: real etcd, processes, CRIU, NIXL and clients.
+
+`dynamo-elastic-chaos` plays all of it; docs/reliability.md says what must hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.demo.run import leftovers
+from dynamo_elastic.failpoints import Act
+from dynamo_elastic.testing.chaos.run import Verdict, run
+from dynamo_elastic.testing.chaos.scenario import AtFailpoint, AtRandom, Fault, Resize, Scenario
+from dynamo_elastic.testing.chaos.world import missing_tools, world
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.criu,
+    pytest.mark.etcd,
+    pytest.mark.nixl,
+    pytest.mark.dynamo,
+    pytest.mark.skipif(bool(missing_tools()), reason=missing_tools()),
+    pytest.mark.timeout(400),
+]
+
+UP, DOWN = Resize.UP, Resize.DOWN
+FAULTS = [
+    # The coordinator, right before and after the decision.
+    (UP, AtFailpoint("scale.before_commit", "", Act.KILL)),
+    (DOWN, AtFailpoint("scale.after_commit", "", Act.KILL)),
+    # A joiner's engine, before and after it.
+    (UP, AtFailpoint("engine.after_connect", "slot2", Act.KILL)),
+    # The shell of a rank that can't be spared: it comes back to its engine.
+    (DOWN, AtFailpoint("worker.thaw.begin", "slot0", Act.KILL)),
+    (UP, AtFailpoint("engine.before_first_step", "slot2", Act.KILL)),
+    # An engine that nobody can replace but from disk.
+    (DOWN, AtFailpoint("engine.disconnect", "slot1", Act.KILL)),
+    (UP, AtFailpoint("worker.serve.begin", "slot2", Act.KILL)),
+    (DOWN, AtRandom(Fault.PARTITION, "coordinator", 0.3)),
+    (UP, AtRandom(Fault.ETCD_LEADER_KILLED, "", 0.3)),
+    (DOWN, AtFailpoint("agent.engine_parked", "", Act.ERROR)),
+    (Resize.UP_PARKED, AtRandom(Fault.LEASE_LOST, "coordinator")),
+    (DOWN, AtRandom(Fault.STOP, "slot1", 0.2)),
+]
+
+
+def test_nothing_is_violated_lost_or_left_behind(tmp_path: Path) -> None:
+    configs: list[DeploymentConfig] = []
+
+    async def play() -> list[Verdict]:
+        async with world(tmp_path, members=3, say=lambda text: None) as here:
+            verdicts = []
+            for number, (resize, fault) in enumerate(FAULTS):
+                verdict, _ = await run(here, Scenario(number, resize, fault))
+                verdicts.append(verdict)
+                if verdict.hang:
+                    break
+            configs.append(here.config)
+            return verdicts
+
+    verdicts = asyncio.run(play())
+    assert [v for v in verdicts if not v.good] == []
+    assert len(verdicts) == len(FAULTS)
+    assert [v.scenario for v in verdicts if not v.fired] == []
+    assert sum(v.requests for v in verdicts) > len(FAULTS)
+    assert sum(v.lost for v in verdicts) == 0
+    assert leftovers(configs[0], set()) == []
