@@ -33,6 +33,7 @@ from dynamo_elastic.dynamo.environment import engine_dynamo_environment
 from dynamo_elastic.engine.base import Attach
 from dynamo_elastic.errors import ElasticError, EngineError, GpuMemoryShort, ResourceMissing
 from dynamo_elastic.failpoints import KILL_ONCE_DIR, failpoint
+from dynamo_elastic.logs import log_fields
 from dynamo_elastic.metrics import AgentMetrics
 from dynamo_elastic.snapshot.gpu import Gpu
 from dynamo_elastic.snapshot.process import ProcessRef, kill_session
@@ -77,6 +78,16 @@ class Starter:
         """An engine that answers, recorded. `parked` is the engine that waits in the slot, or why
         there is none to be used; whatever happens, it is parked no longer. Raises EngineError, with
         nothing left running, if no rung holds before the deadline."""
+        lease = request.lease
+        with log_fields(
+            operation_id=lease.operation_id,
+            epoch=lease.epoch,
+            worker_id=lease.worker_id,
+            slot=request.slot,
+        ):
+            return await self._climb(request, parked)
+
+    async def _climb(self, request: StartRequest, parked: ParkedRecord | Obstacle) -> EngineRecord:
         obstacles = {Tier.PARKED: parked} if isinstance(parked, Obstacle) else {}
         for tier, obstacle in (await asyncio.to_thread(self._obstacles, request.slot)).items():
             if obstacle is not None:
@@ -94,6 +105,7 @@ class Starter:
                 continue
             self._metrics.engine_starts.labels(tier, "ok").inc()
             self._metrics.start_seconds.labels(tier).observe(record.ready_s)
+            _log.info("engine from tier %s in %.3f s", tier.value, record.ready_s)
             self._count(better)
             return record
         self._count(falls)

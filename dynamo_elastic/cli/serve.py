@@ -62,6 +62,7 @@ async def _serve(config: DeploymentConfig, file: Path) -> None:
                 scheme = "http" if api.cert_file is None else "https"
                 console.print(f"HTTP API:   {scheme}://{api.host}:{api.port}/v1/status")
                 console.print(f"its token:  {config.api_token_file}")
+            console.print(f"reports:    {config.operations_dir}")
             console.print(f"scale it:   dynamo-elastic scale N -f {file}")
             raise await deployment.supervisor.failed
     except asyncio.CancelledError:
