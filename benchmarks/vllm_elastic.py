@@ -58,22 +58,18 @@ class Measured:
 
 
 async def start(arguments: argparse.Namespace, folder: Path) -> None:
-    """Boot a group, cold, to its first width; with --early-joiners also those that come later,
-    which then have their imports behind them when the group scales."""
+    """Boot a group, cold, to its first width."""
     widths = arguments.widths
     most = max(arguments.max_ranks, *widths)
     setup = Setup(
         arguments.engine, arguments.layers, arguments.gpus, most,
-        arguments.port, arguments.rpc_port, arguments.flags,
+        arguments.port, arguments.rpc_port, arguments.flags, arguments.park,
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     write_shape(folder / "model", arguments.layers)
     group = Group(setup, folder, widths[0])
     for rank in range(widths[0]):
         group.start(rank, widths[0], joins=False)
-    if arguments.early_joiners:
-        for rank in range(widths[0], max(widths)):
-            group.start(rank, max(widths), joins=True)
     up_s = await group.wait_up(range(widths[0]), arguments.start_timeout_s)
     measured = Measured(folder)
     measured.add("start", width=widths[0], cold_start_s=round(up_s, 1), setup=asdict(setup))
@@ -93,6 +89,14 @@ async def score(group: Group, measured: Measured, when: str) -> None:
     measured.add("score", when=when, max_abs_err_by_rank=worst)
 
 
+async def facts(group: Group, measured: Measured) -> None:
+    """What our workers say of their hooks and graphs, while nothing is asked of them."""
+    for method in ("elastic_facts", "elastic_rebind_check"):
+        call = {"method": method, "timeout": 60}
+        said = {r: await group.post(r, "/collective_rpc", call, 90) for r in range(group.width)}
+        measured.add(method, ranks={rank: answer for rank, (_, answer) in said.items()})
+
+
 async def _ask(group: Group, rank: int, body: Any) -> tuple[int, Any]:
     return await group.post(rank, "/v1/completions", body, 60)
 
@@ -106,8 +110,7 @@ async def scale(group: Group, measured: Measured, width: int, arguments: Any) ->
     await asyncio.sleep(_SETTLE_S)
     began_s = time.monotonic()
     for rank in range(before, width):
-        if rank not in group.pids:
-            group.start(rank, width, joins=True)
+        group.start(rank, width, joins=True)
     answers = await asyncio.gather(
         *(_scale_rank(group, rank, width, began_s) for rank in range(before))
     )
@@ -124,13 +127,23 @@ async def scale(group: Group, measured: Measured, width: int, arguments: Any) ->
     quiet = seen(clients.streams, began_s - _SETTLE_S + 1.0, began_s)
     measured.add(
         "scale", **values, ranks=answers, seen=asdict(window),
-        before=asdict(quiet), early_joiners=arguments.early_joiners,
+        before=asdict(quiet),
     )  # fmt: skip
     if ok and width < before:
-        group.end(range(width, before))
+        leavers = range(width, before)
+        if arguments.park:
+            measured.add("park", ranks=await _park(group, leavers))
+        group.end(leavers)
     if ok:
         await score(group, measured, f"after {before} -> {width}")
     return ok
+
+
+async def _park(group: Group, leavers: Sequence[int]) -> dict[int, Any]:
+    from vllm_elastic_park import park_and_back  # needs a GPU's driver
+
+    pids = {rank: group.pids[rank] for rank in leavers}
+    return await asyncio.to_thread(park_and_back, pids)
 
 
 async def _scale_rank(group: Group, rank: int, width: int, began_s: float) -> dict[str, Any]:
@@ -161,6 +174,8 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         for width in arguments.widths[1:]:
             if not await scale(group, measured, width, arguments):
                 break
+        if arguments.engine == OURS:
+            await facts(group, measured)
     finally:
         if (folder / "group.json").exists():
             group = Group.load(folder)
@@ -224,7 +239,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--clients", type=int, default=4, help="at each rank that stays")
     parser.add_argument("--tokens", type=int, default=256, help="of one request")
-    parser.add_argument("--early-joiners", action="store_true")
+    parser.add_argument(
+        "--park", action="store_true", help="ours: park who leaves, and end it then"
+    )
     parser.add_argument("--start-timeout-s", type=float, default=330)
     parser.add_argument("--port", type=int, default=8130)
     parser.add_argument("--rpc-port", type=int, default=13345)

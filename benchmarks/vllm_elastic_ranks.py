@@ -52,6 +52,7 @@ class Setup:
     port: int
     rpc_port: int
     flags: list[str] = field(default_factory=list)
+    park: bool = False
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Group:
         if joins:
             env["VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"] = "1"
         if self.setup.engine == OURS:
-            env |= elastic_environment()
+            env |= elastic_environment(park=self.setup.park)
         log = (self.folder / f"rank{rank}.log").open("ab")
         process = subprocess.Popen(
             self._argv(rank, size), stdout=log, stderr=subprocess.STDOUT, env=env,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dynamo_elastic.engine.vllm.elastic.settings import PREFIX
+
 ADAPTER = "dynamo_elastic.engine.vllm.v0_33"
 EXECUTOR = f"{ADAPTER}.executor.ElasticExecutor"
 WORKER = f"{ADAPTER}.worker.ElasticWorker"
@@ -14,6 +16,7 @@ def elastic_flags() -> list[str]:
     return ["--distributed-executor-backend", EXECUTOR, "--worker-cls", WORKER]
 
 
-def elastic_environment() -> dict[str, str]:
+def elastic_environment(*, park: bool = False) -> dict[str, str]:
     """UCX must not keep mappings of a peer's memory: a rank that holds one can't be parked."""
-    return {"UCX_CUDA_IPC_CACHE": "n", "UCX_MEM_MMAP_HOOK_MODE": "none"}
+    found = {"UCX_CUDA_IPC_CACHE": "n", "UCX_MEM_MMAP_HOOK_MODE": "none"}
+    return found | ({f"{PREFIX}PARK_LEAVERS": "1"} if park else {})

@@ -39,6 +39,19 @@ def install() -> None:
         module.Buffer = ElasticBuffer
 
 
+def new_buffer(like: Any, end: Any, hidden: int) -> Any:
+    """A buffer of the shape of `like` that is connected to nobody; `end` is a layer's part that
+    holds the buffer. Its owner destroys it."""
+    made: Any = importlib.import_module("nixl_ep").Buffer(rank=like.buffer.rank)
+    ranks, experts = like.max_num_ep_ranks, end.expert_capacity
+    made.update_memory_buffers(
+        num_ranks=ranks,
+        num_experts_per_rank=experts // ranks,
+        num_rdma_bytes=made.get_rdma_size_hint(end.max_tokens_per_rank, hidden, ranks, experts),
+    )
+    return made
+
+
 def destroy() -> None:
     """This rank has no expert buffer any more. Every peer must have disconnected from it."""
     with NixlEPAll2AllManager._lock:

@@ -202,6 +202,20 @@ class ElasticWorker(Worker):  # type: ignore[misc]
             "used_bytes": _used_bytes(),
         }
 
+    def elastic_rebind_check(self) -> dict[str, Any]:
+        """Whether the graphs of this rank could go on with another buffer. The group must be idle;
+        through collective_rpc()."""
+        from dynamo_elastic.engine.vllm.v0_33 import rebind
+
+        config = self.model_config.hf_text_config
+        return rebind.check(
+            self.model_runner.get_model(),
+            config.hidden_size,
+            config.num_experts_per_tok,
+            get_ep_group().device_communicator.all2all_manager,
+            self.captured.alive,
+        )
+
 
 def _used_bytes() -> int:
     free, total = torch.cuda.mem_get_info()

@@ -1,0 +1,56 @@
+"""Park the ranks that have left a group of ours, and bring them back: what they hold, how long."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dynamo_elastic.errors import ElasticError
+from dynamo_elastic.snapshot.cuda_process import Cuda
+from dynamo_elastic.snapshot.nvml import Nvml
+from dynamo_elastic.snapshot.park import park, unpark
+from dynamo_elastic.snapshot.process import identify
+
+_TIMEOUT_S = 60.0
+_QUIET: dict[str, Any] = {"cuda": {"multicast": 0, "ipc_imports": 0, "managed_bytes": 0}}
+"""What a rank that has let go says of itself."""
+
+
+def park_and_back(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
+    """rank -> what parking its tree and bringing it back took, or why it could not be."""
+    driver, inventory = Cuda.open(), Nvml.open()
+    return {rank: _one(pid, driver, inventory) for rank, pid in pids.items()}
+
+
+def _one(pid: int, driver: Cuda, inventory: Nvml) -> dict[str, Any]:
+    process = identify(pid)
+    if process is None:
+        return {"failed": f"process {pid} is gone"}
+    found: dict[str, Any] = {"tree": _tree(pid)}
+    try:
+        began_s = time.monotonic()
+        parked = park(process, driver, inventory, engine=_QUIET, timeout_s=_TIMEOUT_S)
+        found |= {"parked_s": time.monotonic() - began_s, "parked": asdict(parked)}
+        began_s = time.monotonic()
+        found["back"] = unpark(parked, driver, inventory, timeout_s=_TIMEOUT_S)
+        found["back_s"] = time.monotonic() - began_s
+    except ElasticError as exc:
+        found["failed"] = f"{type(exc).__name__}: {exc}"[:500]
+    return found
+
+
+def _tree(pid: int) -> dict[int, str]:
+    """Processes of the session that `pid` leads, and what they are."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if os.getsid(int(entry.name)) == pid:
+                    found[int(entry.name)] = (entry / "cmdline").read_text()[:60].replace("\0", " ")
+            except OSError:
+                continue
+    return found
