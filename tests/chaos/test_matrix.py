@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 UP, DOWN = Resize.UP, Resize.DOWN
-FAULTS = [
+FAULTS: list[tuple[Resize, AtFailpoint | AtRandom]] = [
     # The coordinator, right before and after the decision.
     (UP, AtFailpoint("scale.before_commit", "", Act.KILL)),
     (DOWN, AtFailpoint("scale.after_commit", "", Act.KILL)),
