@@ -22,6 +22,7 @@ from dynamo_elastic.comm.expert_rules import (
     PeerBook,
     PeerState,
 )
+from dynamo_elastic.comm.ucx_namespaces import correct_namespaces
 from dynamo_elastic.errors import PeerUnreachable, ResourceMissing
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.types import Rank
@@ -43,7 +44,8 @@ class NixlExpertBuffer:
     """An ExpertBuffer (see comm.base) of `rank` on the current CUDA device; every peer has its own.
 
     Takes about 15 ms, a second in a process that has made none before. Raises ConfigError if the
-    shape can't be had, and ResourceMissing if UCX's cache of IPC mappings is on.
+    shape can't be had, and ResourceMissing if UCX's cache of IPC mappings is on, or if UCX can't be
+    told where a restored process is.
     """
 
     def __init__(self, shape: BufferShape, rank: Rank) -> None:
@@ -53,6 +55,7 @@ class NixlExpertBuffer:
                 "UCX's cache of CUDA IPC mappings is on",
                 remedy=f"set {IPC_CACHE_VARIABLE}=n before the engine starts",
             )
+        correct_namespaces()
         self._shape = shape
         self._rank = rank
         self._device = torch.cuda.current_device()

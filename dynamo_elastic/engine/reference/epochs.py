@@ -123,7 +123,9 @@ class Epochs:
         try:
             group.connect(addresses, timeout_s=timeout_s)
         except PeerLost as exc:
-            raise EngineError(f"epoch {epoch}: ranks {sorted(exc.ranks)} did not come") from exc
+            raise EngineError(
+                f"epoch {epoch}: ranks {sorted(exc.ranks)} did not come: {exc}"
+            ) from exc
         for worker_id in others:
             self._own.add(worker_id, endpoints[worker_id])
         membership = Membership(group, topology, self._model.shape.num_experts)
