@@ -17,7 +17,7 @@ from dynamo_elastic.engine.reference.model import TileSize
 from dynamo_elastic.engine.reference.oracle import Oracle
 from dynamo_elastic.testing.fleet import each
 from dynamo_elastic.testing.gpu_deployment import GpuHost, Streams
-from dynamo_elastic.types import Epoch, WorkerId
+from dynamo_elastic.types import WorkerId
 
 _PROMPTS = tuple(tuple(7 + (i * 37 + k * 11) % 490 for k in range(9 + i)) for i in range(4))
 
@@ -76,9 +76,6 @@ class Scenario:
         fleet, laps = self._host.fleet, _Laps()
         plan = await fleet.scale_down(target)
         laps.end("until_left")
-        later = Epoch(plan.after.epoch + 1)
-        await each([fleet.all[w] for w in plan.leavers], lambda e: e.client.disconnect(later))
-        laps.end("disconnect")
         await asyncio.gather(*(self._host.park(w) for w in plan.leavers))
         laps.end("park")
         self._report.metric(f"{name}_s", laps.total_s)
