@@ -78,6 +78,27 @@ class _Remote:
         return self.mapped.address + offset if inside else None
 
 
+def joined(pairs: Sequence[tuple[Span, Span]]) -> list[tuple[Span, Span]]:
+    """The same copies, neighbours in one. A push starts thousands, each of which has to wait for
+    the interpreter while a step is served."""
+    whole: list[tuple[Span, Span]] = []
+    for source, target in pairs:
+        if whole:
+            before, there = whole[-1]
+            if (before.address + before.size_bytes, there.address + there.size_bytes) == (
+                source.address,
+                target.address,
+            ):
+                size_bytes = before.size_bytes + source.size_bytes
+                whole[-1] = (
+                    Span(before.address, size_bytes, before.device),
+                    Span(there.address, size_bytes, there.device),
+                )
+                continue
+        whole.append((source, target))
+    return whole
+
+
 class PeerTransfer:
     """A Transfer (see comm.base) by the copy engine: it can't be stopped once it is started."""
 
@@ -222,7 +243,7 @@ class PeerAgent:
                 raise TransferError("memory is not registered, or not offered", remote=remote)
             pairs.append((ours, Span(address, ours.size_bytes, ours.device)))
         try:
-            return PeerTransfer(peer, remote, self._engine.copy(pairs))
+            return PeerTransfer(peer, remote, self._engine.copy(joined(pairs)))
         except DeviceMemoryError as exc:
             raise TransferError(f"a write failed: {exc}", remote=remote) from exc
 

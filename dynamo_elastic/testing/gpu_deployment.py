@@ -118,7 +118,7 @@ class Streams:
     def visit(self, workers: Sequence[WorkerId], count: int) -> None:
         """So many guests of each of `workers`, until these drain."""
         self._tasks += [
-            asyncio.create_task(self._stream(f"{worker}-{i}", worker))
+            asyncio.create_task(self._stream(f"{worker}-{len(self._tasks) + i}", worker))
             for worker in workers
             for i in range(count)
         ]
