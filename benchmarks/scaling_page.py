@@ -18,10 +18,13 @@ def write_page(simulated: Mapping[str, Any], control_plane: Result) -> None:
     _plot_phases(simulated)
     _plot_weights(simulated)
     _plot_etcd(simulated, control_plane)
-    rungs = control_plane["detail"]["rungs"]
+    rungs, in_memory = control_plane["detail"]["rungs"], control_plane["detail"]["in_memory"]
+    heads = [f"{r['ranks']:,}" for r in rungs]
+    if in_memory is not None:
+        rungs, heads = [*rungs, in_memory], [*heads, f"{in_memory['ranks']:,}, etcd in memory"]
     parts = {
         "RUNGS": _table(
-            ("ranks", *(str(r["ranks"]) for r in rungs)),
+            ("ranks", *heads),
             *((label, *(_number(r[key]) for r in rungs)) for label, key in _ROWS),
         ),
         "BREAKS": _breaks(control_plane),
@@ -61,6 +64,7 @@ _ROWS = (
     ("admission of all ranks, s", "admission_s"),
     ("commit transaction, p50, ms", "commit_p50_ms"),
     ("commit transaction, p99, ms", "commit_p99_ms"),
+    ("fsync of etcd's log, p99 at most, ms", "etcd_fsync_p99_ms"),
     ("decision answered -> a rank has heard, p50, ms", "watch_p50_ms"),
     ("the same, p99, ms", "watch_p99_ms"),
     ("boot of all ranks at once, s", "boot_s"),
@@ -83,7 +87,7 @@ def _breaks(control_plane: Result) -> str:
     breaks = control_plane["detail"]["breaks"]
     if breaks is None:
         return f"Nothing broke up to {control_plane['detail']['rungs'][-1]['ranks']:,} ranks."
-    return f"At {breaks['ranks']:,} ranks, on this machine: `{breaks['what'].split('; the')[0]}`."
+    return f"At {breaks['ranks']:,} ranks, on this machine: `{breaks['breaks'].split('; the')[0]}`."
 
 
 def _table(head: tuple[str, ...], *rows: tuple[str, ...]) -> str:
