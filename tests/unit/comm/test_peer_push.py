@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +27,7 @@ def test_the_same_bytes_go_to_the_same_places(copies: Copies) -> None:
     pairs = [(Span(a, n, 1), Span(100 + b, n, 1)) for a, b, n in copies]
     whole = joined(pairs)
     assert moved(whole) == moved(pairs)
-    for (s, t), (s_next, t_next) in zip(whole, whole[1:], strict=False):
+    for (s, t), (s_next, t_next) in itertools.pairwise(whole):
         ends = s.address + s.size_bytes, t.address + t.size_bytes
         assert ends != (s_next.address, t_next.address)
 
