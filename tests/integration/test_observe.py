@@ -247,6 +247,7 @@ def test_logs_carry_operation_epoch_phase_and_rank(seen: Seen) -> None:
     assert steps
     assert {(r["epoch"], r["rank"]) for r in steps} == {(up.epoch, 2)}
     assert any(r["process"] == "slot0" and r["rank"] == 0 for r in ours)
+    assert any(r["process"] == "agent" and r["slot"] == 2 for r in ours)
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_elastic.report.chart import MAX_RANKS, draw, shown_parts, whole
+from dynamo_elastic.phases import TERMINAL, Phase
+from dynamo_elastic.report.chart import COLOURS, MAX_RANKS, draw, shown_parts, whole
+from dynamo_elastic.report.gantt import LETTERS
 from dynamo_elastic.report.history import History, NoSuchOperation
 from dynamo_elastic.report.page import page
 from dynamo_elastic.report.story import (
@@ -124,3 +126,9 @@ def test_the_times_of_the_sample_are_what_tests_say() -> None:
     story = grown()
     assert story.opened_at_s == OPENED_AT_S
     assert story.phase_at(story.longest_gap.ended_at_s if story.longest_gap else 0) == "commit"
+
+
+def test_every_phase_has_a_colour_and_a_letter() -> None:
+    drawn = set(Phase) - TERMINAL
+    assert set(COLOURS) == set(LETTERS) == drawn
+    assert len({*COLOURS.values()}) == len({*LETTERS.values()}) == len(drawn)
