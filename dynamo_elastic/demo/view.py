@@ -54,6 +54,8 @@ class TimelineFile:
         """Events appended since the last call, applied to `operations` as they are yielded."""
         if not self._path.exists():
             return
+        if self._path.stat().st_size < self._offset:
+            self._offset = 0  # it had become long, and a new one was begun
         with self._path.open() as file:
             file.seek(self._offset)
             for line in file:
