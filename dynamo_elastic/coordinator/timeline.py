@@ -15,7 +15,7 @@ from dynamo_elastic.types import OperationId
 log = logging.getLogger(__name__)
 
 TIMELINE_FILE = "timeline.jsonl"
-MAX_BYTES = 16 << 20
+MAX_BYTES = 32 << 20
 """Of one file; there are two at most, the newer one and the one before."""
 
 
