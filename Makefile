@@ -1,7 +1,7 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 PY := .venv/bin/python
 
-.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu test test-all lint audit format docs screenshots bench planner-cycle soak sim clean
+.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu test test-all lint audit format docs screenshots bench planner-cycle soak sim fuzz clean
 
 setup:
 	@sh deploy/setup.sh
@@ -65,6 +65,13 @@ soak: setup
 
 sim: setup
 	@$(PY) benchmarks/protocol_sim.py
+
+# Each target of testing/fuzz.py for a minute; FUZZ_SECONDS for longer.
+FUZZ_SECONDS ?= 60
+fuzz: setup
+	@$(PY) -m pip install -q 'atheris>=3,<4'
+	@for target in $$($(PY) tests/fuzz/run.py); do \
+		echo "fuzz $$target"; $(PY) tests/fuzz/run.py $$target $(FUZZ_SECONDS) || exit 1; done
 
 clean:
 	rm -rf .venv .venv-vllm .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -32,6 +32,11 @@ _SO_PEERGROUPS = 59
 _MOST_BYTES = 1024
 
 
+_BAD_REQUEST = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading a body raises that is not what the call needs: its numbers may be infinite, and what
+is in it nested without end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Callers:
     """Who may call a server, besides root and the user it runs as: these users, and the members of
@@ -136,7 +141,7 @@ class RpcServer:
             return web.json_response({"result": await handler(await request.json())})
         except ElasticError as exc:
             return _failure(exc, 409)
-        except (ValueError, KeyError, TypeError) as exc:
+        except _BAD_REQUEST as exc:
             return _failure(EngineError(f"bad request: {type(exc).__name__}: {exc}"), 400)
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:

@@ -14,6 +14,8 @@ _HEAD_BYTES = 8
 """Two magic words."""
 _LENGTH_BYTES = 4
 """Before each entry."""
+_NUMBER_BITS = 70
+"""No number is longer, in steps of 7."""
 _PAGE_BYTES = 4096
 _PARENT, _LAZY, _PRESENT = 1, 2, 4
 """Flags of pages: they are in another image; memory of the process alone; they are in the file."""
@@ -99,7 +101,7 @@ def _numbers(data: bytes, at: int, end: int) -> dict[int, int]:
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
     """The number at `at`, and where the next one is."""
     value = shift = 0
-    while at < end:
+    while at < end and shift < _NUMBER_BITS:
         byte = data[at]
         at += 1
         value |= (byte & 0x7F) << shift

@@ -27,6 +27,7 @@ from dynamo_elastic.snapshot.gpu import NO_GPU, Gpu
 from dynamo_elastic.types import Epoch, Incarnation, OperationId, WorkerId
 
 _GUARD_PERIOD_S = 5.0
+_MOST_SECONDS = 24 * 3600
 _OPERATORS = frozenset({"evict", "drain", "undrain", "stop_all"})
 """Calls for root and our own user alone: who is let in for engines can't end other people's."""
 _log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class AgentServer:
             ),
             tiers=tuple(Tier(name) for name in params["tiers"]),
             began=now,
-            deadline=now + float(params["timeout_s"]),
+            deadline=now + _seconds(params["timeout_s"]),
         )
         return asdict(await self._slots.start(request))
 
@@ -146,7 +147,7 @@ class AgentServer:
         return await self._slots.park(
             int(params["slot"]),
             Incarnation(str(params["incarnation"])),
-            timeout_s=float(params["timeout_s"]),
+            timeout_s=_seconds(params["timeout_s"]),
         )
 
     async def _list_slots(self, _: Mapping[str, Any]) -> Any:
@@ -187,6 +188,14 @@ class AgentServer:
 
     async def _stop_all(self, _: Mapping[str, Any]) -> None:
         await self.stop_all()
+
+
+def _seconds(value: Any) -> float:
+    """A time to wait. Raises ValueError for one that never ends, or is none."""
+    seconds = float(value)
+    if not 0 <= seconds <= _MOST_SECONDS:
+        raise ValueError(f"timeout_s: {seconds} is not between 0 and {_MOST_SECONDS}")
+    return seconds
 
 
 async def _keep_house(host: Host, slots: Slots) -> None:

@@ -78,7 +78,6 @@ def soak_config(work_dir: Path, deployment: str) -> DeploymentConfig:
         scale={
             "initial_ranks": 1,
             "min_ranks": 1,
-            "lease_ttl_s": 3,
             "step_timeout_s": 15,
             "quarantine_s": 1.0,
         },
