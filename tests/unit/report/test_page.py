@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from dynamo_elastic.phases import TERMINAL, Phase
 from dynamo_elastic.report.chart import COLOURS, MAX_RANKS, draw, shown_parts, whole
-from dynamo_elastic.report.gantt import LETTERS
+from dynamo_elastic.report.gantt import LETTERS, gantt
 from dynamo_elastic.report.history import History, NoSuchOperation
 from dynamo_elastic.report.page import page
 from dynamo_elastic.report.story import (
@@ -132,3 +135,28 @@ def test_every_phase_has_a_colour_and_a_letter() -> None:
     drawn = set(Phase) - TERMINAL
     assert set(COLOURS) == set(LETTERS) == drawn
     assert len({*COLOURS.values()}) == len({*LETTERS.values()}) == len(drawn)
+
+
+def test_an_operation_under_way_can_be_told() -> None:
+    story = grown()
+    until = [p.phase for p in story.phases].index(Phase.CHECK)
+    now = replace(story.phases[until], elapsed_s=None)
+    running = replace(
+        story, phase=Phase.CHECK, phases=(*story.phases[:until], now), elapsed_s=1.05, traffic=()
+    )
+    assert "under way" in page(running)
+    out = io.StringIO()
+    Console(file=out, width=100).print(gantt(running, 100))
+    text = out.getvalue()
+    assert "up 2 → 4 ranks: check in 1.05 s" in text
+    assert re.search(r"k +check +990 ms +under way", text)
+    assert all(len(row) <= 100 for row in text.splitlines())
+
+
+def test_a_terminal_shows_who_failed_without_colours() -> None:
+    out = io.StringIO()
+    Console(file=out, width=90).print(gantt(undone("too slow"), 90))
+    rows = {line.split()[1]: line for line in out.getvalue().splitlines() if "rank" in line}
+    assert "✕" in rows["3"]
+    assert "✕" not in rows["2"]
+    assert "slot3, check: failed: too slow" in out.getvalue()
