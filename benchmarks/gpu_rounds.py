@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gpu_report import Report, inventory, run
 
@@ -30,7 +31,7 @@ from dynamo_elastic.testing.gpu_fleet import gpu_fleet
 DEADLINE_S = 270.0
 MOST_RANKS = 4
 SHAPE = replace(SMALL_SHAPE, hidden_size=2048, num_hidden_layers=8, num_experts=32)
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "slots_per_rank": 32,
     "batch_tokens": 8,
     "max_context": 256,

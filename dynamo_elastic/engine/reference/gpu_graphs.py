@@ -99,10 +99,9 @@ class StepGraphs:
         there can be."""
         gate_up, down = self._stacks.gate_up[0], self._stacks.down[0]
         count = buffer.shape.capacity * buffer.shape.max_tokens
-        size = {"device": gate_up.device, "dtype": gate_up.dtype}
         operands = {
-            GATE_UP: (torch.zeros(len(gate_up), count, gate_up.shape[2], **size), gate_up),
-            DOWN: (torch.zeros(len(down), count, down.shape[2], **size), down),
+            GATE_UP: (gate_up.new_zeros(len(gate_up), count, gate_up.shape[2]), gate_up),
+            DOWN: (down.new_zeros(len(down), count, down.shape[2]), down),
         }
         chosen = fastest(lambda name, o: seconds_on_gpu(lambda: product(o, *operands[name])))
         _log.info("kernels: %s", chosen)

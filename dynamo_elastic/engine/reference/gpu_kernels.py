@@ -65,12 +65,12 @@ def fastest(seconds_of: Callable[[str, str], float]) -> Choices:
 def seconds_on_gpu(act: Callable[[], object], repeats: int = 5) -> float:
     """The quickest of several runs on the current stream, after one that loads the kernel."""
     act()
-    taken = []
+    taken: list[float] = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()  # type: ignore[no-untyped-call]
+        begin.record()
         act()
-        end.record()  # type: ignore[no-untyped-call]
-        end.synchronize()  # type: ignore[no-untyped-call]
-        taken.append(begin.elapsed_time(end) / 1e3)  # type: ignore[no-untyped-call]
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / 1e3)
     return min(taken)
