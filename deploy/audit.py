@@ -4,8 +4,9 @@
 
 The pins are checked always: every requirement is one exact version, every dependency of
 pyproject.toml is among them and allows that version, and what is installed is what is pinned.
-Known vulnerabilities are asked for at OSV, which has the advisories of PyPI and GitHub: one request.
-Where it can't be reached this says that nothing was audited; with --strict that is a failure, too.
+Known vulnerabilities are asked for at OSV, which has the advisories of PyPI and GitHub, in one
+request. Where it can't be reached this says that nothing was audited; with --strict that is a
+failure, too.
 """
 
 from __future__ import annotations

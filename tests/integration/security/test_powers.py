@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import pytest
 
 from dynamo_elastic.errors import ResourceMissing
 from dynamo_elastic.snapshot import capabilities, namespace
+from dynamo_elastic.snapshot.base import Command
 from dynamo_elastic.snapshot.capabilities import NEEDED, USEFUL, Capability, check_capabilities
 
 pytestmark = pytest.mark.root
@@ -93,6 +95,20 @@ def test_snapshots_need_no_more_than_is_listed_and_engines_nothing() -> None:
     for kind in ("CapPrm", "CapEff", "CapBnd", "CapInh", "CapAmb"):
         assert int(powers[kind], 16) == 0, kind
     assert powers["NoNewPrivs"].strip() == "1"
+
+
+def test_an_engine_is_started_without_powers(tmp_path: Path) -> None:
+    host = namespace.HostNamespace()
+    engine = host.spawn(Command(("sleep", "20"), {"PATH": os.environ["PATH"]}, tmp_path / "log"))
+    try:
+        status = dict(
+            line.split(":", 1)
+            for line in Path(f"/proc/{engine.pid}/status").read_text().splitlines()
+        )
+    finally:
+        host.end(timeout_s=10)
+    assert {int(status[kind], 16) for kind in ("CapPrm", "CapEff", "CapBnd")} == {0}
+    assert status["NoNewPrivs"].strip() == "1"
 
 
 @pytest.mark.parametrize("power", NEEDED)
