@@ -1,5 +1,5 @@
-"""`python tests/fuzz/run.py [TARGET SECONDS]`: atheris on one target of testing/fuzz.py; without one,
-the names of all.
+"""`python tests/fuzz/run.py [TARGET SECONDS]`: atheris on one target of testing/fuzz.py; with none
+named, their names.
 
 What it finds is written to crash-*, and is to become a seed there together with the mend.
 """
