@@ -62,7 +62,7 @@ class Windows:
     """No client gets a token."""
 
 
-RETRYABLE = ("HTTP 429", "HTTP 503", "HTTP 529", "retry")
+RETRYABLE = ("HTTP 429", "HTTP 503", "HTTP 529", "'code': 503", "retry")
 """An error that says one of these may be sent again."""
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from dynamo_elastic.testing.chaos.scenario import AtFailpoint, AtRandom, Fault, Scenario
 from dynamo_elastic.testing.chaos.world import World, etcd_client
 
-STOP_S = 3.0
-PARTITION_S = 4.0
+STOP_S = 4.0
+PARTITION_S = 5.0
 QUORUM_LOST_S = 10.0
 SLOW_S = 4.0
 FULL_S = 2.0

@@ -39,7 +39,7 @@ _LINGER_S = 1.0
 """What follows an operation: cards are refreshed, what it left is undone."""
 
 WINDOWS = Windows(two_topologies_s=8.0, silence_s=12.0)
-"""A switch is one step; an engine or a shell that stands still for 3 s is put out. A group waits
+"""A switch is one step; an engine or a shell that stands still for 4 s is put out. A group waits
 for a silent peer (engine.peer_timeout_s), for experts to be read again, for a joiner to start."""
 
 

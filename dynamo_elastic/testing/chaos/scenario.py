@@ -94,8 +94,8 @@ class Scenario:
 
 
 ACTS = (Act.KILL, Act.STOP, Act.ERROR, Act.DELAY)
-_SECONDS = {Act.STOP: 3.0, Act.DELAY: 1.0}
-"""A stop outlives a lease of 2 s; a delay does not."""
+_SECONDS = {Act.STOP: 4.0, Act.DELAY: 1.0}
+"""A stop outlives a lease of 3 s; a delay does not."""
 
 _DETOURS: dict[Resize, tuple[tuple[AtFailpoint, str, tuple[str, ...]], ...]] = {
     Resize.UP: (

@@ -155,7 +155,7 @@ def chaos_config(work_dir: Path, etcd: EtcdMembers) -> DeploymentConfig:
             "initial_ranks": NARROW,
             "min_ranks": NARROW,
             "max_ranks": WIDE,
-            "lease_ttl_s": 2,
+            "lease_ttl_s": 3,
             "step_timeout_s": 6,
             "restore_timeout_s": 38,
             "drain_timeout_s": 2,
