@@ -36,6 +36,15 @@ def _vllm() -> str | None:
     return "needs the environment that `make vllm-cpu` makes"
 
 
+def _vllm_elastic() -> str | None:
+    root = Path(__file__).parents[1]
+    made = root / ".venv-vllm-elastic" / ".requirements"
+    wanted = (root / "deploy" / "vllm-elastic-cpu.txt").read_bytes()
+    if made.exists() and made.read_bytes() == wanted:
+        return None
+    return "needs the environment that `make vllm-elastic-cpu` makes"
+
+
 _NEEDS: dict[str, Callable[[], str | None]] = {
     "root": lambda: None if os.geteuid() == 0 else "needs root",
     "criu": _criu,
@@ -43,6 +52,7 @@ _NEEDS: dict[str, Callable[[], str | None]] = {
     "nixl": lambda: None if importlib.util.find_spec("nixl_cu13") else "needs the NIXL wheel",
     "dynamo": lambda: None if importlib.util.find_spec("dynamo") else "needs ai-dynamo",
     "vllm": _vllm,
+    "vllm_elastic": _vllm_elastic,
 }
 
 

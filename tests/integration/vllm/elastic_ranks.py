@@ -146,7 +146,8 @@ class Scaling(our_worker.ElasticScaling):  # type: ignore[misc]
         self._destroy_retired_groups(retired)
 
     def let_go(self) -> dict[str, Any]:
-        return {"let_go": True}
+        self.worker.has_let_go = True
+        return {}
 
     def broadcast_expert_mapping(self) -> None:
         group = standby_state.get_standby_dp_group()
@@ -179,6 +180,7 @@ class Executor:
     """Runs the worker's calls in this process."""
 
     is_sleeping = False
+    has_let_go = False
 
     def __init__(self, rank: int, parallel: Any) -> None:
         self.mapping = torch.arange(EXPERTS).repeat(2, 1)
@@ -364,6 +366,7 @@ def facts(core: Core) -> dict[str, Any]:
         "dense": float(model.dense.detach().sum()),
         "scales": int(model.scales.sum()),
         "mapping": received.tolist() if received is not None else None,
+        "let_go": core.model_executor.has_let_go,
         "threads": threading.active_count(),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
@@ -385,13 +388,15 @@ async def serve(core: Core, parallel: Any) -> None:
     client = Client(core, copy.deepcopy(parallel), loop)
     threading.Thread(target=_loop, args=(core,), daemon=True).start()
     say({"up": parallel.data_parallel_rank})
+    tasks = set()
     while True:
         command = await loop.run_in_executor(None, _mine["hear"])
         if command["do"] == "scale":
-            say(await scale(core, client, command["width"]))
-        elif command["do"] == "abort":
-            client.coordinator.abort(command["why"])
-            say(facts(core))
+            task = loop.create_task(scale(core, client, command["width"]))
+            task.add_done_callback(lambda done: say(done.result()))
+            tasks.add(task)
+        elif command["do"] == "tell-failure":
+            client.coordinator.tell_failure(command["why"])
         else:
             say(facts(core))
 

@@ -7,10 +7,12 @@ import logging
 from typing import Any
 
 from vllm.distributed.elastic_ep.external_elastic_ep import ExternalElasticEPScaleCoordinator
+from vllm.distributed.utils import get_cached_tcp_store_client
 from vllm.entrypoints.serve.elastic_ep.middleware import set_scaling_elastic_ep
 from vllm.v1.engine import core_client
 
 from dynamo_elastic.engine.vllm.elastic.guard import Stage
+from dynamo_elastic.engine.vllm.elastic.meeting import EPOCH_KEY, publish_error
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.errors import EngineError
 
@@ -67,6 +69,21 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         super().abort(error)
         task = asyncio.ensure_future(self._undo(error))
         task.add_done_callback(lambda t: t.exception())
+
+    def tell_failure(self, reason: str) -> None:
+        """End the operation that is being prepared, on all ranks: whoever watches the joiners knows
+        that one is gone. Does nothing if there is none."""
+        parallel = self.client.vllm_config.parallel_config
+        in_force = get_cached_tcp_store_client(
+            parallel.data_parallel_master_ip, parallel._coord_store_port
+        )
+        if not in_force.check([EPOCH_KEY]):
+            return
+        if in_force.check([self.key(in_force.get(EPOCH_KEY).decode(), "completed")]):
+            return
+        for store in (in_force, self.reconfig_store_ref):
+            if store is not None:
+                publish_error(store, reason)
 
     async def _undo(self, reason: str) -> str:
         """The stage of this rank's last operation after that; '' if there was none."""

@@ -14,6 +14,7 @@ from vllm.distributed.elastic_ep import standby_state
 from vllm.distributed.elastic_ep.elastic_execute import ElasticEPScalingExecutor
 from vllm.distributed.eplb import eplb_state as eplb
 from vllm.distributed.parallel_state import _replace_active_groups, get_dp_group, get_ep_group
+from vllm.utils import is_moe_layer
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.version import __version__
 
@@ -66,7 +67,7 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
         """The joiner's side of transfer_weights(), and of what follows it."""
         group = get_dp_group()
         old = int(group.tcp_store_group.broadcast(torch.empty(1, dtype=torch.int64), 0)[0])
-        modules = [m for m in self._model().modules() if hasattr(m, "get_expert_weights")]
+        modules = [m for m in self._model().modules() if is_moe_layer(m)]
         tensors = self._replicated([m.get_expert_weights() for m in modules])
         receive_tensors(tensors, group.cpu_group, sender_of(group.rank_in_group, old))
 
