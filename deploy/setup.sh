@@ -1,7 +1,7 @@
 #!/bin/sh
 # setup.sh: everything that `make demo` and `make test` need on a fresh Debian 12 or 13 machine.
 #
-#   .venv/                    virtual environment with the pinned packages of deploy/requirements.txt
+#   .venv/                    virtual environment with the pinned packages of deploy/requirements*.txt
 #   etcd, python3-venv        from the distribution, if missing (needs root)
 #   /opt/dynamo-elastic/criu  a CRIU that works on this kernel, if there is none (needs root)
 #
@@ -39,18 +39,18 @@ for tool in nsenter unshare; do command -v $tool >/dev/null || missing="$missing
 python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "Python >= 3.11 is needed"
 
 stamp=.venv/.requirements
-if ! cmp -s deploy/requirements.txt "$stamp"; then
+if ! cat deploy/requirements.txt deploy/requirements-dev.txt | cmp -s - "$stamp"; then
   say "creating .venv (about 2 GB, a few minutes)"
   python3 -m venv .venv
   .venv/bin/python -m pip install -q --upgrade pip
   # torch may be a CUDA build, whose libraries are packages of their own: it alone brings its needs.
   .venv/bin/python -m pip install -q -c deploy/requirements.txt "$(grep ^torch== deploy/requirements.txt)"
-  .venv/bin/python -m pip install -q --no-deps -r deploy/requirements.txt
+  .venv/bin/python -m pip install -q --no-deps -r deploy/requirements.txt -r deploy/requirements-dev.txt
   # setuptools warns that folders here may shadow packages; import-linter and ruff watch over that.
   .venv/bin/python -W ignore -m pip install -q --no-deps --no-build-isolation -e . 2>.venv/install.log ||
     { cat .venv/install.log >&2; die "the package itself could not be installed"; }
   .venv/bin/python -c "import site, pathlib; pathlib.Path(site.getsitepackages()[0], 'dynamo_elastic_stubs.pth').write_text('$PWD/deploy/stubs\n')"
-  cp deploy/requirements.txt "$stamp"
+  cat deploy/requirements.txt deploy/requirements-dev.txt >"$stamp"
 fi
 
 if root; then

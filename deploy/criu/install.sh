@@ -11,6 +11,7 @@
 #
 #   DEBIAN_MIRROR  archive to use where the machine's own apt sources name none (not Debian)
 #   CRIU_SUITE     Debian suite that has CRIU >= 4.2 (default forky)
+#   CRIU_TRIAL=no  believe the version: where nothing can be dumped, in the build of an image
 set -eu
 umask 022
 
@@ -77,7 +78,7 @@ use_if_works() {
     found=$(version_of "$1")
     if ! new_enough "$found"; then
         say "$1 is CRIU ${found:-of unknown version}, $MINIMUM is needed"
-    elif dumps_and_restores "$1"; then
+    elif [ "${CRIU_TRIAL:-}" = no ] || dumps_and_restores "$1"; then
         say "using $1 (CRIU $found)"
         echo "$1"
         exit 0
