@@ -216,16 +216,16 @@ HOLDS: dict[tuple[Actor, Stage], Holds] = {
         _LEADER_LATE,
     ),
     (Actor.SHELL, Stage.IDLE): Holds(
-        "a new shell claims the slot when the lease is out, and ends the engine of the one "
-        "before; its rank is evicted and replaced; the frontend sends its streams on",
+        "a new shell claims the slot when the lease is out, and adopts the engine if that is in "
+        "force, or ends it; the frontend sends its streams on",
         "back within 3 s of its lease's end it goes on as if nothing had been, else it is "
         "evicted, and gives its engine up when it wakes",
         "tried again after 0.5 s, until it is done",
         _LATER,
     ),
     (Actor.SHELL, Stage.BEFORE): Holds(
-        "the operation aborts when the lease is out, and is tried again; a retained rank is "
-        "evicted and replaced",
+        "the operation aborts when the lease is out, and is tried again; a retained rank's engine "
+        "serves on, and is adopted",
         _NO_ANSWER,
         "it answers so; the operation aborts at once, and is tried again",
         _STEP_LATE,
@@ -252,7 +252,7 @@ HOLDS: dict[tuple[Actor, Stage], Holds] = {
     ),
     (Actor.ENGINE, Stage.SERVE): Holds(
         "peers throw the step at hand away and mask it; its streams go on elsewhere; it is "
-        "evicted and replaced; while experts are lost with it, requests get a retryable error",
+        "evicted and replaced; requests wait while experts that nobody else holds are read again",
         "after engine.peer_timeout_s as a kill; when it wakes it finds itself masked, and leaves",
         "that call fails, and changes nothing; serving goes on",
         "the group waits for a step at most engine.peer_timeout_s; then as a stop",
