@@ -11,10 +11,19 @@ import pytest
 from dynamo_elastic.engine.base import EngineState, Finish, Request
 from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.engine.reference.oracle import Oracle
-from dynamo_elastic.errors import EngineError, EngineGone
+from dynamo_elastic.errors import EngineGone
 from dynamo_elastic.testing.engine_process import SMALL_SHAPE, EngineProcess, engine_config
-from dynamo_elastic.testing.fleet import TILE, TIMEOUT_S, FleetLoad, each, fleet, masked
-from dynamo_elastic.types import WorkerId
+from dynamo_elastic.testing.fleet import (
+    SHAPE,
+    TILE,
+    TIMEOUT_S,
+    FleetLoad,
+    each,
+    fleet,
+    masked,
+)
+from dynamo_elastic.topology import PlanInput, plan_replacement
+from dynamo_elastic.types import Epoch, WorkerId
 
 pytestmark = pytest.mark.nixl
 
@@ -141,20 +150,28 @@ def test_joiner_dies_on_the_way(
     asyncio.run(scenario())
 
 
-def test_lost_experts_fail_requests_and_say_so(model: Path, tmp_path: Path) -> None:
+def test_requests_wait_until_lost_experts_are_read_from_disk(
+    model: Path, oracle: Oracle, tmp_path: Path
+) -> None:
     async def scenario() -> None:
-        async with fleet(model, tmp_path, 2) as ranks:
+        async with fleet(model, tmp_path, 3) as ranks:
             await ranks.boot(2)
-            survivor, victim = ranks.all.values()
-            await survivor.client.submit(Request("r", (1, 2, 3), 60))
+            survivor, victim, joiner = ranks.all.values()
+            request = Request("r", (1, 2, 3), 60)
+            await survivor.client.submit(request)
             victim.kill()
-            output = await survivor.finished("r")
-            assert output.finish is Finish.FAILED
-            assert "retry" in output.reason
-            status = await survivor.client.status()
+            status = await masked(survivor)
             assert (status.masked, len(status.lost_experts)) == ((1,), 4)
-            with pytest.raises(EngineError, match="lost"):
-                await survivor.client.submit(Request("s", (1,), 1))
+            lost = frozenset({victim.worker_id})
+            given = PlanInput(ranks.in_force, 2, Epoch(2), SHAPE, list(ranks.all), lost)
+            plan = plan_replacement(given)
+            assert plan.loaders == (joiner.worker_id,)
+            await ranks.join(plan)
+            await joiner.client.load_weights(plan.after.members[1].experts)
+            await ranks.switch(plan.after)
+            output = await survivor.finished("r")
+            assert output.finish is Finish.LENGTH
+            assert output.tokens == oracle.generate(request)
 
     asyncio.run(scenario())
 
