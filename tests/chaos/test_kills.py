@@ -29,6 +29,8 @@ pytestmark = [
     pytest.mark.etcd,
     pytest.mark.nixl,
     pytest.mark.dynamo,
+    # test_matrix.py plays the same kinds of kills, and more; here is every phase, one after another.
+    pytest.mark.slow,
     pytest.mark.timeout(180),
 ]
 

@@ -43,6 +43,9 @@ FAULTS: list[tuple[Resize, AtFailpoint | AtRandom]] = [
     (DOWN, AtRandom(Fault.PARTITION, "coordinator", 0.3)),
     (UP, AtRandom(Fault.ETCD_LEADER_KILLED, "", 0.3)),
     (DOWN, AtFailpoint("agent.engine_parked", "", Act.ERROR)),
+    # Its image fails it: it is booted.
+    (UP, AtFailpoint("engine.attached", "slot2", Act.KILL)),
+    (DOWN, AtFailpoint("scale.before_commit", "", Act.STOP, 4.0)),
     (Resize.UP_PARKED, AtRandom(Fault.LEASE_LOST, "coordinator")),
     (DOWN, AtRandom(Fault.STOP, "slot1", 0.2)),
 ]
