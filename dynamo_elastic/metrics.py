@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from dynamo_elastic.errors import ResourceMissing
+from dynamo_elastic.phases import PHASES, TERMINAL, Kind, Phase, Step, committed
 
 PREFIX = "dynamo_elastic"
 LOOPBACK = "127.0.0.1"
+TIERS = ("parked", "image", "cached", "cold")
+"""Of agent.base.Tier, which this file can't see."""
+FINISHES = ("stop", "length", "cancelled", "moved", "gone")
 _START_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_BUCKETS_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, *_START_BUCKETS_S[3:])
 _GAP_BUCKETS_S = (0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -97,6 +101,10 @@ class AgentMetrics(ProcessMetrics):
         self.parks = self._counter(
             "parks", "Engines that left and were to be parked.", ("outcome",)
         )
+        for outcome in ("ok", "failed"):
+            self.parks.labels(outcome)
+            for tier in TIERS:
+                self.engine_starts.labels(tier, outcome)
         self.evictions = self._counter("parked_evictions", "Parked engines ended.", ("reason",))
         self.parked_engines = self._gauge("parked_engines", "Engines that are parked now.")
         self.parked_bytes = self._gauge("parked_host_bytes", "Host memory of parked engines.")
@@ -188,6 +196,29 @@ class CoordinatorMetrics(ProcessMetrics):
             "Reports written, or not, each once or twice: again when tokens have come in.",
             ("outcome",),
         )
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """What happens seldom is there before it happens: the rate of a series that begins with
+        its first event does not see that event."""
+        for kind in Kind:
+            self.longest_gap_seconds.labels(kind)
+            for end in TERMINAL:
+                self.operations.labels(kind, end)
+                self.operation_seconds.labels(kind, end)
+            for phase in (*(spec.phase for spec in PHASES[kind]), Phase.ABORTING):
+                self.phase_seconds.labels(kind, phase, "done")
+                if not committed(kind, phase):
+                    self.phase_seconds.labels(kind, phase, "failed")
+                else:
+                    self.members_lost.labels(phase)
+        for step in (Step.LOAD, Step.STREAM, Step.PUSH_EXPERTS):
+            self.moved_bytes.labels(step)
+            self.push_seconds.labels(step)
+        for tier in TIERS:
+            self.joins.labels(tier)
+        for outcome in ("ok", "failed"):
+            self.reports.labels(outcome)
 
 
 class WorkerMetrics(ProcessMetrics):
@@ -203,6 +234,8 @@ class WorkerMetrics(ProcessMetrics):
             "Requests that ended here; 'moved' goes on elsewhere, 'gone' is a client that left.",
             ("outcome",),
         )
+        for finish in FINISHES:
+            self.requests.labels(finish)
         self.tokens = self._counter("tokens", "Tokens handed out.")
         self.token_gap_seconds = self._histogram(
             "token_gap_seconds",

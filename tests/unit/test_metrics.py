@@ -7,8 +7,17 @@ import urllib.request
 
 import pytest
 
+from dynamo_elastic.agent.base import Tier
+from dynamo_elastic.engine.base import Finish
 from dynamo_elastic.errors import ResourceMissing
-from dynamo_elastic.metrics import LOOPBACK, AgentMetrics, serve
+from dynamo_elastic.metrics import (
+    FINISHES,
+    LOOPBACK,
+    TIERS,
+    AgentMetrics,
+    CoordinatorMetrics,
+    serve,
+)
 
 
 def free_port() -> int:
@@ -40,6 +49,15 @@ def test_what_is_counted_can_be_scraped() -> None:
 def test_nothing_is_served_unless_asked_for() -> None:
     with serve(AgentMetrics(), 0):
         pass
+
+
+def test_what_happens_seldom_is_there_before_it_happens() -> None:
+    coordinator = {s.name for m in CoordinatorMetrics().registry.collect() for s in m.samples}
+    assert "dynamo_elastic_operation_longest_gap_seconds_bucket" in coordinator
+    assert tuple(Tier) == TIERS
+    assert {f.value for f in Finish if f is not Finish.FAILED} | {"gone"} == set(FINISHES)
+    samples = [s for m in CoordinatorMetrics().registry.collect() for s in m.samples]
+    assert len(samples) < 1500  # whatever the number of ranks
 
 
 def test_processes_count_for_themselves() -> None:
