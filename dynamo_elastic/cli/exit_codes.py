@@ -30,3 +30,9 @@ _CODES: dict[type[ElasticError], int] = {
 def exit_code(error: ElasticError) -> int:
     """Of a command that ended with `error`."""
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), FAILED)
+
+
+def exit_codes() -> dict[int, str]:
+    """Names of the errors of each exit code, for the reference."""
+    codes = {code: f"`{kind.__name__}`" for kind, code in _CODES.items()}
+    return dict(sorted({FAILED: "any other", **codes}.items()))

@@ -1,7 +1,8 @@
 """Reference documentation made from the code: `python -m dynamo_elastic.cli.reference` writes it.
 
 docs/reference/config.md (every setting), docs/reference/cli.md (every command),
-docs/reference/metrics.md (every metric), examples/full.yaml (every setting at its default), the two
+docs/reference/metrics.md (every metric), those of reference_pages.py (errors, etcd keys, HTTP API,
+state machines), examples/full.yaml (every setting at its default), the two
 JSON documents in dynamo_elastic/schema, and the table of failpoints in docs/reliability.md.
 """
 
@@ -22,6 +23,7 @@ import dynamo_elastic
 from dynamo_elastic import failpoint_table
 from dynamo_elastic.cli.config import one_line, yaml_lines
 from dynamo_elastic.cli.main import app
+from dynamo_elastic.cli.reference_pages import pages
 from dynamo_elastic.config import SETTINGS, parse_config
 from dynamo_elastic.config_launch import PROCESSES, REFUSED_VARIABLES, SAME_AS, launch_parser
 from dynamo_elastic.config_schema import deployment_schema, property_of, type_text
@@ -89,7 +91,8 @@ COMMANDS: tuple[str, ...] = (
 def documents() -> dict[Path, str]:
     """Every generated file and its text."""
     schema = Path(dynamo_elastic.__file__).parent / "schema"
-    return {
+    more = {ROOT / "docs" / path: text for path, text in pages(MADE).items()}
+    return more | {
         ROOT / "docs/reference/config.md": config_reference(),
         ROOT / "docs/reference/cli.md": cli_reference(),
         ROOT / "docs/reference/metrics.md": metrics_reference(),

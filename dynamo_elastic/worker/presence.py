@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
 
-_MOVES = {
+MEMBER_MOVES = {
     MemberState.STANDBY: {MemberState.JOINING},
     MemberState.JOINING: {MemberState.SERVING, MemberState.STANDBY},
     MemberState.SERVING: {MemberState.LEAVING, MemberState.STANDBY},
@@ -27,7 +27,7 @@ _MOVES = {
 
 def check_member_move(before: MemberState, after: MemberState) -> None:
     """Raise IllegalTransition unless a shell may go from `before` to `after`. Staying is fine."""
-    if after is not before and after not in _MOVES[before]:
+    if after is not before and after not in MEMBER_MOVES[before]:
         raise IllegalTransition("worker shell", before, after)
 
 
