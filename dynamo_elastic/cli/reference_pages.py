@@ -1,5 +1,5 @@
-"""More pages of the reference, made from the code: errors, etcd keys, the HTTP API, and a diagram of
-every state machine out of its table of legal moves."""
+"""More pages of the reference, made from the code: errors, etcd keys, the HTTP API, and a diagram
+of every state machine out of its table of legal moves."""
 
 from __future__ import annotations
 
@@ -131,9 +131,9 @@ def protocol_page() -> list[str]:
     lines = [
         "# The protocol",
         "",
-        "What an operation goes through, and the state machines around it. The diagrams are made of "
-        "the tables that the code runs by; any other move is an error (`IllegalTransition`). Why it "
-        "is so: [architecture.md](architecture.md#one-scale-operation).",
+        "What an operation goes through, and the state machines around it. The diagrams are made "
+        "of the tables that the code runs by; any other move is an error (`IllegalTransition`). "
+        "Why it is so: [architecture.md](architecture.md#one-scale-operation).",
     ]
     for kind in Kind:
         lines += ["", f"## Operation: {kind}", "", *diagram(_phases(kind))]
