@@ -15,6 +15,9 @@ from dynamo_elastic.types import LeaseId
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+_GOLDEN = 0x9E3779B97F4A7C15
+"""Spreads neighbouring lease ids evenly."""
+
 
 class Lost:
     """An event that is set once, with the cause."""
@@ -93,9 +96,15 @@ class Session:
         with suppress(asyncio.CancelledError):
             await self._renewals
 
+    def _pause_s(self) -> float:
+        """Between two renewals: a third of the TTL at most, and for each lease another. A thousand
+        shells that started together must not renew together for ever."""
+        spread = self.lease * _GOLDEN % (1 << 64) / (1 << 64)
+        return self.ttl_s / 3 * (0.5 + spread / 2)
+
     async def _renew(self, renewed_at_s: float) -> None:
         clock = asyncio.get_running_loop().time
-        pause_s = self.ttl_s / 3
+        pause_s = self._pause_s()
         while True:
             # Counted from when a renewal was asked for, so that we give up before the store does.
             left_s = renewed_at_s + self.ttl_s - clock()
@@ -106,7 +115,7 @@ class Session:
             try:
                 async with asyncio.timeout_at(renewed_at_s + self.ttl_s):
                     await self._store.keep_alive(self.lease)
-                renewed_at_s, pause_s = asked_at_s, self.ttl_s / 3
+                renewed_at_s, pause_s = asked_at_s, self._pause_s()
             except SessionLost as exc:
                 return self.lost.set(exc.cause)
             except (StoreUnavailable, TimeoutError) as exc:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -13,6 +14,7 @@ from dynamo_elastic.coordinator.store import Delete, Guard, Put
 from dynamo_elastic.errors import GuardFailed, LeadershipLost, OutcomeUnknown, SessionLost
 from dynamo_elastic.testing import virtual_time
 from dynamo_elastic.testing.store import FakeStore, Fault, FaultKind, FaultyStore
+from dynamo_elastic.types import LeaseId
 
 KEY = "/leader"
 
@@ -203,5 +205,29 @@ def test_a_write_gives_up_on_a_store_that_stays_away() -> None:
         with pytest.raises(OutcomeUnknown):
             await fenced.write([Guard("/a", 0)], [Put("/a", b"")], applied=never)
         await session.close()
+
+    virtual_time.run(main())
+
+
+def test_shells_that_started_together_do_not_renew_together() -> None:
+    class Counting(FakeStore):
+        renewals: list[float]
+
+        async def keep_alive(self, lease: LeaseId) -> None:
+            self.renewals.append(asyncio.get_running_loop().time())
+            await super().keep_alive(lease)
+
+    async def main() -> None:
+        store = Counting()
+        store.renewals = []
+        began_s = asyncio.get_running_loop().time()
+        sessions = [await Session.open(store, 9) for _ in range(100)]
+        await asyncio.sleep(30)
+        busiest = Counter(int(10 * (at_s - began_s)) for at_s in store.renewals)
+        assert max(busiest.values()) <= 15
+        assert min(store.renewals) - began_s >= 1.5
+        for session in sessions:
+            session.check()
+            await session.close()
 
     virtual_time.run(main())
