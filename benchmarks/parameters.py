@@ -39,7 +39,7 @@ def control_of(results: Results) -> Control:
     step_s, worker_s = _line(*zip(*points, strict=True))
 
     def steps(*participants: int) -> float:
-        return sum(step_s + worker_s * n for n in participants)
+        return step_s * len(participants) + worker_s * sum(participants)
 
     moving = {n: statistics.median(o["rebalance"] for o in u) for n, u in ups.items()}
     topology_line_s = _square({n: t - steps(n, few, few, n, n) for n, t in moving.items()}) / 2

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from cycler import cycler
 from matplotlib import pyplot
 
 PLOTS = Path(__file__).parent.parent / "docs" / "plots"
@@ -23,7 +24,7 @@ mpl.rcParams.update(
         "axes.spines.right": False,
         "axes.grid": True,
         "grid.alpha": 0.3,
-        "axes.prop_cycle": mpl.cycler(color=COLOURS),
+        "axes.prop_cycle": cycler(color=COLOURS),
     }
 )
 

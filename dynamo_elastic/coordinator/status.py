@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dynamo_elastic.coordinator.records import (
     CapacityRecord,
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # A status is read after every change, and of a thousand records one has changed.
 _member = lru_cache(maxsize=16_384)(partial(decode, MemberRecord))
-_large = lru_cache(maxsize=16)(decode)
+_large: Callable[[type[Any], bytes], Any] = lru_cache(maxsize=16)(decode)
 
 
 @dataclass(frozen=True, slots=True)
