@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.etcd,
     pytest.mark.nixl,
     pytest.mark.dynamo,
-    # test_matrix.py plays the same kinds of kills, and more; here is every phase, one after another.
+    # test_matrix.py has the same kinds of kills, and more; here is every phase.
     pytest.mark.slow,
     pytest.mark.timeout(180),
 ]
