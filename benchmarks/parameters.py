@@ -60,7 +60,7 @@ def cpu_engine(results: Results, control: Control) -> Engine:
     bare = scale_up(2, 4, control, _NOTHING, Fabric(4, 1.0, 1.0)).phases_s
 
     def own(phase: str) -> float:
-        return max(0.0, statistics.median(p[phase] for p in ups) - bare[phase])
+        return max(0.0, float(statistics.median(p[phase] for p in ups)) - bare[phase])
 
     return Engine(
         restore_s=own("restore"),

@@ -12,7 +12,10 @@ from cycler import cycler
 from matplotlib import pyplot
 
 PLOTS = Path(__file__).parent.parent / "docs" / "plots"
-COLOURS = ("#2a6fb0", "#c0561f", "#4a8f3c", "#8a5aa8", "#b0912a", "#5f6b76", "#b04a6a", "#3a9a9a", "#d0a0a0")
+COLOURS = (
+    *("#2a6fb0", "#c0561f", "#4a8f3c", "#8a5aa8", "#b0912a"),
+    *("#5f6b76", "#b04a6a", "#3a9a9a", "#d0a0a0"),
+)
 
 mpl.use("Agg")
 mpl.rcParams.update(

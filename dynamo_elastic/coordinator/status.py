@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from dynamo_elastic.coordinator.records import (
     CapacityRecord,
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # A status is read after every change, and of a thousand records one has changed.
 _member = lru_cache(maxsize=16_384)(partial(decode, MemberRecord))
-_large: Callable[[type[Any], bytes], Any] = lru_cache(maxsize=16)(decode)
+_large = lru_cache(maxsize=16)(decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def status_of(stored: Iterable[Versioned], keys: Keys) -> Status:
     by_key = {v.key: v for v in stored}
 
     def read(kind: type[T], key: str) -> T | None:
-        found: T | None = _large(kind, by_key[key].value) if key in by_key else None
+        found: T | None = _large(cast(Any, kind), by_key[key].value) if key in by_key else None
         return found
 
     members = [_member(v.value) for k, v in by_key.items() if k.startswith(keys.members)]
