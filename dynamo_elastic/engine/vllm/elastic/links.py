@@ -19,7 +19,7 @@ def send_tensors(tensors: Mapping[str, Tensor], group: ProcessGroup, to: int) ->
     """All of them, whatever their layout; the number of bytes. Raises TransferError."""
     sent = 0
     try:
-        _exchange(torch.tensor([total_bytes(tensors)]), group, to, send=True)
+        _compare_sizes(tensors, group, to, speaks_first=True)
         for chunk in _chunks(tensors):
             host = chunk.cpu()
             _exchange(host, group, to, send=True)
@@ -32,20 +32,27 @@ def send_tensors(tensors: Mapping[str, Tensor], group: ProcessGroup, to: int) ->
 def receive_tensors(tensors: Mapping[str, Tensor], group: ProcessGroup, source: int) -> int:
     """Fill `tensors`, which are named and shaped as the sender's. Raises TransferError; then they
     hold an unknown mix."""
-    expected = total_bytes(tensors)
     received = 0
     try:
-        told = torch.zeros(1, dtype=torch.int64)
-        _exchange(told, group, source, send=False)
-        if int(told) != expected:
-            raise TransferError(
-                f"weights differ: {int(told)} bytes there, {expected} here", remote=str(source)
-            )
+        _compare_sizes(tensors, group, source, speaks_first=False)
         for name in sorted(tensors):
             received += _receive_one(tensors[name], group, source)
     except RuntimeError as exc:
         raise TransferError(f"receiving weights failed: {exc}", remote=str(source)) from exc
     return received
+
+
+def _compare_sizes(
+    tensors: Mapping[str, Tensor], group: ProcessGroup, peer: int, *, speaks_first: bool
+) -> None:
+    """Both sides find out, before a byte of weights is on its way. Raises TransferError."""
+    own, theirs = torch.tensor([total_bytes(tensors)]), torch.zeros(1, dtype=torch.int64)
+    for send in (speaks_first, not speaks_first):
+        _exchange(own if send else theirs, group, peer, send=send)
+    if int(theirs) != int(own):
+        raise TransferError(
+            f"weights differ: {int(theirs)} bytes there, {int(own)} here", remote=str(peer)
+        )
 
 
 def total_bytes(tensors: Mapping[str, Tensor]) -> int:

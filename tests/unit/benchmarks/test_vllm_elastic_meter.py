@@ -1,0 +1,84 @@
+"""What the benchmark makes of the tokens that its clients saw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import vllm_elastic
+import vllm_elastic_meter as meter
+
+
+def stream(rank: int, began_s: float, *tokens_s: float, error: str = "") -> Any:
+    return meter.Stream(rank, began_s, list(tokens_s), error)
+
+
+def test_the_longest_gap_is_that_of_one_stream() -> None:
+    """Two streams that take turns hide each other's gaps from who looks at all tokens."""
+    streams = [
+        stream(0, 0, 1.0, 1.1, 3.1, 3.2),
+        stream(1, 0, 1.0, 2.0, 2.5, 3.0),
+    ]
+    seen = meter.seen(streams, 1.0, 4.0)
+    assert seen.longest_gap_s == pytest.approx(2.0)
+    assert seen.longest_gap_at_s == pytest.approx(0.1)
+    assert seen.longest_gap_by_rank_s == {0: pytest.approx(2.0), 1: pytest.approx(1.0)}
+    assert seen.all_silent_s == pytest.approx(0.9)
+
+
+def test_gaps_outside_of_the_window_do_not_count() -> None:
+    streams = [stream(0, 0, 1.0, 9.0, 9.1, 9.2, 20.0)]
+    assert meter.seen(streams, 9.05, 9.15).longest_gap_s == pytest.approx(0.1)
+
+
+def test_a_gap_that_begins_before_the_window_counts() -> None:
+    streams = [stream(0, 0, 1.0, 5.0)]
+    assert meter.seen(streams, 4.0, 6.0).longest_gap_s == pytest.approx(4.0)
+
+
+def test_requests_that_failed_are_counted_in_their_window() -> None:
+    streams = [
+        stream(0, 1.0, error="503 scaling"),
+        stream(0, 9.0, 9.5),
+        stream(1, 0.0, 0.5),
+    ]
+    seen = meter.seen(streams, 0.9, 5.0)
+    assert (seen.requests, seen.failed, seen.errors) == (1, 1, ["503 scaling"])
+
+
+def test_nothing_seen_is_no_gap() -> None:
+    seen = meter.seen([], 0.0, 1.0)
+    assert (seen.longest_gap_s, seen.tokens, seen.first_token_p50_s) == (0.0, 0, 0.0)
+
+
+def test_the_worst_difference_of_scores() -> None:
+    assert meter.worst_difference([[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-3.25]]) == 0.5
+    assert meter.worst_difference(None, [[-1.0]]) is None
+
+
+def scaled(**values: Any) -> dict[str, Any]:
+    seen = {"longest_gap_s": 0.5, "failed": 1}
+    return {"step": "scale", "from": 2, "to": 4, "ok": True, "total_s": 9.0, "seen": seen, **values}
+
+
+def test_the_result_holds_the_worst_of_each_kind() -> None:
+    steps = [
+        {"step": "start", "cold_start_s": 100.0},
+        scaled(),
+        scaled(total_s=12.0, seen={"longest_gap_s": 0.1, "failed": 2}),
+        scaled(**{"from": 4, "to": 2, "ok": False}),
+        {"step": "score", "max_abs_err_by_rank": {"0": 0.0, "1": 0.02, "2": None}},
+    ]
+    metrics = vllm_elastic.metrics_of(steps)
+    assert metrics == {
+        "cold_start_s": 100.0,
+        "up_failed": 0.0,
+        "up_s": 12.0,
+        "gap_up_s": 0.5,
+        "down_failed": 1.0,
+        "down_s": 9.0,
+        "gap_down_s": 0.5,
+        "requests_failed": 4,
+        "logprob_max_abs_err": 0.02,
+        "ranks_without_score": 1.0,
+    }
