@@ -1,7 +1,7 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 PY := .venv/bin/python
 
-.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu vllm-elastic-cpu test-vllm-elastic test test-all lint audit format docs screenshots bench planner-cycle soak sim fuzz clean
+.PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu vllm-elastic-cpu test-vllm-elastic test test-all lint audit format docs docs-site screenshots bench planner-cycle soak sim fuzz clean
 
 setup:
 	@sh deploy/setup.sh
