@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import resource
 import statistics
 import sys
@@ -161,7 +162,7 @@ def commits_s(directory: Path) -> list[float]:
 def percentile(values: Iterable[float], share: float) -> float:
     """The smallest value that `share` of them do not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[math.ceil(share * len(ordered)) - 1]
 
 
 def summary(setting: Setting, seen: Seen) -> dict[str, Any]:
@@ -255,7 +256,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[100, 300, 1000, 2000, 5000])
     parser.add_argument("--cycles", type=int, default=2)
     parser.add_argument("--step", type=int, default=8)
-    parser.add_argument("--commits", type=int, default=100)
+    parser.add_argument("--commits", type=int, default=200)
     parser.add_argument("--no-result", action="store_true", help="print only")
     args = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
