@@ -135,6 +135,12 @@ class Scaling(our_worker.ElasticScaling):  # type: ignore[misc]
     def _run_async(self, method: str, *args: Any) -> None:
         self.execute(method, *args)
 
+    def _renew_buffer(self) -> None:
+        """There is none."""
+
+    def _prepare_eplb_communicator(self, eplb_group: Any) -> None:
+        """There is none."""
+
     def switch_and_prepare(self) -> tuple[Any, ...]:
         return parallel_state._replace_active_groups(**standby_state.pop_standby_groups())
 
@@ -186,7 +192,7 @@ class Executor:
         self.mapping = torch.arange(EXPERTS).repeat(2, 1)
         self.received: torch.Tensor | None = None
         self.vllm_config = types.SimpleNamespace(parallel_config=parallel)
-        self.rank, self.device = 0, torch.device("cpu")
+        self.rank, self.local_rank, self.device = 0, 0, torch.device("cpu")
         model = Model(rank)
         self.model = model
         self.model_runner = types.SimpleNamespace(
@@ -356,6 +362,19 @@ async def scale(core: Core, client: Client, size: int) -> dict[str, Any]:
     }
 
 
+async def attach(core: Core, client: Client) -> dict[str, Any]:
+    """A rank that has left comes back."""
+    torch.nn.init.zeros_(core.model_executor.model.dense)
+    core.model_executor.model.scales.zero_()
+    core.model_executor.received = None
+    told = ""
+    try:
+        await client.coordinator.attach()
+    except Exception as exc:  # noqa: BLE001 - the answer says what it was
+        told = f"{type(exc).__name__}: {exc}"
+    return {"error": told, "attached": True, **facts(core)}
+
+
 def facts(core: Core) -> dict[str, Any]:
     model = core.model_executor.model
     received = core.model_executor.received
@@ -393,6 +412,10 @@ async def serve(core: Core, parallel: Any) -> None:
         command = await loop.run_in_executor(None, _mine["hear"])
         if command["do"] == "scale":
             task = loop.create_task(scale(core, client, command["width"]))
+            task.add_done_callback(lambda done: say(done.result()))
+            tasks.add(task)
+        elif command["do"] == "attach":
+            task = loop.create_task(attach(core, client))
             task.add_done_callback(lambda done: say(done.result()))
             tasks.add(task)
         elif command["do"] == "tell-failure":

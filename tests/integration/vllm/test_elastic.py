@@ -59,7 +59,7 @@ class Ranks:
                 raise AssertionError(f"nobody said it; unread: {self._said}") from None
 
     def answer(self, rank: int) -> dict[str, Any]:
-        return self.hear(lambda w: w.get("from") == rank and "width" in w)
+        return self.hear(lambda w: w.get("from") == rank and "width" in w and "attached" not in w)
 
     def end(self, *ranks: int) -> None:
         for rank in ranks:
@@ -198,6 +198,28 @@ def test_nobody_who_joins_is_given_up_at_the_deadline(ranks: Ranks) -> None:
             assert 2.5 < answer["s"] < 15
     finally:
         group.lose(0, 1)
+
+
+def test_a_leaver_comes_back(ranks: Ranks) -> None:
+    group = Group(ranks, DYNAMO_ELASTIC_VLLM_PARK_LEAVERS="1")
+    try:
+        group.join()
+        assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
+        for _ in range(2):
+            assert [a["error"] for a in group.scale(2, (0, 1, 2))] == ["", "", ""]
+            tokens = group.facts(2)["tokens"]
+            ranks.tell(to=2, do="attach")
+            assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
+            attached = ranks.hear(lambda w: bool(w.get("attached")))
+            assert attached["error"] == ""
+            back, retained = group.facts(2), group.facts(0)
+            assert back["dense"] == pytest.approx(retained["dense"])
+            assert back["scales"] == retained["scales"]
+            assert back["mapping"] == [[0, 1, 2, 3]] * 2
+            assert back["tokens"] > tokens
+            assert back["width"] == retained["width"] == 3
+    finally:
+        group.lose(*sorted(group.alive))
 
 
 def test_a_leaver_lets_go_and_lives_on(ranks: Ranks) -> None:

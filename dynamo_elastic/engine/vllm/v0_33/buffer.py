@@ -7,10 +7,29 @@ Its waits for a peer's metadata, 300 s in NIXL EP, are those of the group's word
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from vllm.distributed.device_communicators.all2all import NixlEPAll2AllManager
+from vllm.utils import is_moe_layer
+
+
+def layer_ends(model: Any) -> Iterator[Any]:
+    """The part of each MoE layer that holds the buffer: vLLM's NixlEPPrepareAndFinalize."""
+    for module in model.modules():
+        if is_moe_layer(module):
+            kernel = module._quant_method.moe_kernel
+            if kernel is not None:
+                yield kernel.prepare_finalize
+
+
+def use(model: Any, buffer: Any) -> int:
+    """All layers dispatch over `buffer` when they run without a graph; the number of layers."""
+    ends = list(layer_ends(model))
+    for end in ends:
+        end.buffer = buffer
+    return len(ends)
 
 
 def let_go_of_staged_peers() -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 from vllm.distributed.elastic_ep.external_elastic_ep import ExternalElasticEPScaleCoordinator
 from vllm.distributed.utils import get_cached_tcp_store_client
-from vllm.entrypoints.serve.elastic_ep.middleware import set_scaling_elastic_ep
+from vllm.entrypoints.serve.elastic_ep.middleware import (
+    set_elastic_ep_rank_retired,
+    set_scaling_elastic_ep,
+)
 from vllm.v1.engine import core_client
 
 from dynamo_elastic.engine.vllm.elastic.guard import Stage
@@ -64,6 +67,17 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
                 await self._resume()
                 raise EngineError(f"the operation was undone: {exc}") from exc
             raise
+
+    async def attach(self) -> None:
+        """This rank, which has left, joins the group that scales up to it; requests that come from
+        now on wait for the commit. Raises RuntimeError if it did not come to be ready."""
+        told = await self.client.call_utility_async("attach_elastic_ep")
+        parallel = self.client.vllm_config.parallel_config
+        parallel.eplb_config.num_redundant_experts = told.pop("num_redundant_experts")
+        for name, value in told.items():
+            setattr(parallel, name, value)
+        self.active_epoch = self.active_reconfig_store = None
+        set_elastic_ep_rank_retired(False)
 
     def abort(self, error: str) -> None:
         super().abort(error)

@@ -30,7 +30,9 @@ from dynamo_elastic.engine.vllm.elastic.meeting import (
     publish_error,
 )
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
+from dynamo_elastic.engine.vllm.v0_33 import handshake
 from dynamo_elastic.engine.vllm.v0_33.groups import meeting_at
+from dynamo_elastic.errors import EngineError
 
 _log = logging.getLogger(__name__)
 _UpstreamState = elastic_state.ElasticEPScalingState
@@ -217,6 +219,31 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
         close_gloo(self.dp_group)
         self.dp_group = self.dp_store = None
         self.engines_running = self.pending_pause = False
+
+    def attach_elastic_ep(self) -> dict[str, Any]:
+        """A rank that has left joins the group that scales up to it, as a joiner of vLLM's does;
+        serving starts with the commit. Returns what its front end has to know. A utility call.
+        Raises EngineError, and is out of any group, if it does not come to be ready."""
+        if self.dp_group is not None:
+            raise EngineError(f"rank {self.engine_index} is in a group")
+        parallel = self.vllm_config.parallel_config
+        own_bytes = self.available_gpu_memory_for_kv_cache
+        try:
+            with handshake.greeted(parallel, self.engine_index):
+                self._init_data_parallel(self.vllm_config)
+                told = {name: getattr(parallel, name) for name in handshake.TOLD}
+                self.model_executor.collective_rpc(_EXECUTE, args=("attach", told))
+                self._eep_scale_up_before_kv_init()
+                if self.available_gpu_memory_for_kv_cache < own_bytes:
+                    raise EngineError("the group's KV caches are smaller than that of this rank")
+        except Exception as exc:
+            self.eep_scaling_state = None
+            self.leave_group()
+            self.model_executor.collective_rpc(_EXECUTE, args=("switch_and_remove",))
+            raise EngineError(f"rank {self.engine_index} did not join: {exc}") from exc
+        self.available_gpu_memory_for_kv_cache = own_bytes
+        redundant = parallel.eplb_config.num_redundant_experts
+        return told | {"num_redundant_experts": redundant}
 
     def _has_global_unfinished_reqs(self, local_unfinished: bool) -> bool:
         """As vLLM's, with a third number: while any rank scales or pauses, all exchange at every

@@ -142,6 +142,17 @@ class SlimGroup(_Upstream):  # type: ignore[misc, valid-type]
         self.cpu_group = self.device_group = None
 
 
+class Seat(SlimGroup):
+    """A rank's place among ranks that it has not met yet, while it makes its groups with them."""
+
+    def __init__(self, rank: int, size: int, local_rank: int, backend: str) -> None:
+        self.rank = self.rank_in_group = rank
+        self.world_size, self.ranks = size, list(range(size))
+        self.local_rank = self.device_index = local_rank
+        self.backend, self.device_communicator = backend, None
+        self.cpu_group = self.device_group = None
+
+
 class SlimCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]
     """An EP group's communicator that is its all-to-all manager and nothing else."""
 

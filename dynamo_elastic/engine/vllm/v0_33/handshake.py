@@ -4,13 +4,19 @@ hello, and answers for up to a second after it was stopped, with a store that is
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import zmq
+from vllm import envs
 from vllm.distributed.elastic_ep import external_elastic_ep as external
 from vllm.utils.network_utils import make_zmq_socket
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineHandshakeMetadata
+from vllm.v1.utils import get_engine_client_zmq_addr
 
 _log = logging.getLogger(__name__)
 _POLL_MS = 20
@@ -67,6 +73,38 @@ class ElasticHandshakeServer(_Upstream):  # type: ignore[misc, valid-type]
             num_redundant_experts=self.num_redundant_experts,
             elastic_ep_max_dp_size=self.elastic_ep_max_dp_size,
         )
+
+
+TOLD = (
+    "data_parallel_master_ip",
+    "data_parallel_master_port",
+    "_data_parallel_master_port_list",
+    "data_parallel_size",
+    "_coord_store_port",
+)
+"""What rank 0 tells of the group that a rank joins, as fields of its ParallelConfig."""
+
+
+@contextmanager
+def greeted(parallel: Any, rank: int) -> Iterator[None]:
+    """`parallel` knows the group that `rank` joins; rank 0 hears that it is ready if this ends
+    well. Waits for rank 0 as vLLM's joiners do."""
+    # That it joins is what tells vLLM how to read the answer.
+    os.environ["VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"] = "1"
+    envs.disable_envs_cache()
+    address = get_engine_client_zmq_addr(
+        False, parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port
+    )
+    identity = rank.to_bytes(2, "little")
+    with (
+        zmq.Context() as context,
+        make_zmq_socket(
+            context, address, zmq.DEALER, identity=identity, linger=5000, bind=False
+        ) as socket,
+    ):
+        EngineCoreProc.startup_handshake(socket, True, False, parallel)
+        yield
+        socket.send(msgspec.msgpack.encode({"status": "READY"}))
 
 
 def install() -> None:

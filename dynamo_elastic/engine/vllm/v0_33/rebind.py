@@ -7,39 +7,21 @@ needs to know is a probe: two layers' dispatch and combine, called the way vLLM'
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.distributed.device_communicators.all2all import NixlEPAll2AllManager
-from vllm.utils import is_moe_layer
 
 from dynamo_elastic.comm.base import Span
 from dynamo_elastic.comm.cuda_graphs import CudaGraphDriver
 from dynamo_elastic.comm.graph_rebind import GraphRebinder
 from dynamo_elastic.comm.graph_values import Probe
-from dynamo_elastic.engine.vllm.v0_33.buffer import new_buffer
+from dynamo_elastic.engine.vllm.v0_33.buffer import layer_ends, new_buffer
 from dynamo_elastic.errors import EngineError, RebindRefused
 
 _LAYERS = 2
 _ROWS = 4
-
-
-def layer_ends(model: Any) -> Iterator[Any]:
-    """The part of each MoE layer that holds the buffer: vLLM's NixlEPPrepareAndFinalize."""
-    for module in model.modules():
-        if is_moe_layer(module):
-            kernel = module._quant_method.moe_kernel
-            if kernel is not None:
-                yield kernel.prepare_finalize
-
-
-def use(model: Any, buffer: Any) -> int:
-    """All layers dispatch over `buffer` when they run without a graph; the number of layers."""
-    ends = list(layer_ends(model))
-    for end in ends:
-        end.buffer = buffer
-    return len(ends)
 
 
 def span_of(buffer: Any) -> Span:

@@ -10,11 +10,13 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.elastic_ep import standby_state
 from vllm.distributed.elastic_ep.elastic_execute import ElasticEPScalingExecutor
 from vllm.distributed.eplb import eplb_state as eplb
 from vllm.distributed.parallel_state import _replace_active_groups, get_dp_group, get_ep_group
 from vllm.utils import is_moe_layer
+from vllm.v1.engine import ReconfigureDistributedRequest, ReconfigureRankType
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.version import __version__
 
@@ -162,6 +164,46 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
             "descriptors": len(os.listdir("/proc/self/fd")),
         }
 
+    # A rank that has left comes back.
+
+    def attach(self, told: dict[str, Any]) -> None:
+        """Groups with the ranks that it joins, an expert buffer, and maps of their size; weights
+        come with prepare_new_worker(), graphs with warmup_new_worker()."""
+        config = self.worker.vllm_config
+        parallel = config.parallel_config
+        for name, value in told.items():
+            setattr(parallel, name, value)
+        self.reconfig_request = request_of(told)
+        size = parallel.data_parallel_size
+        rank = parallel.data_parallel_rank * parallel.world_size + self.worker.rank
+        seat = groups.Seat(rank, size * parallel.world_size, self.worker.local_rank, "nccl")
+        _replace_active_groups(world=seat, dp=seat, ep=None, eplb=None, node_count=1)
+        self._over = threading.Event()
+        with set_current_vllm_config(config), groups.operation(self._over):
+            standby_state.create_standby_groups(
+                new_dp_size=size,
+                new_world_size_across_dp=size * parallel.world_size,
+                master_ip=parallel.data_parallel_master_ip,
+                coord_store_port=parallel._coord_store_port,
+                use_all2all=parallel.use_all2all,
+            )
+            self._renew_buffer()
+            self._prepare_eplb_communicator(standby_state.get_standby_eplb_group())
+            self.switch_and_prepare()
+
+    def _renew_buffer(self) -> None:
+        """All layers use a new buffer, which is connected to every rank."""
+        communicator = standby_state.get_standby_ep_group().device_communicator
+        end = next(buffer.layer_ends(self._model()))
+        buffer_of = communicator.all2all_manager.get_handle(
+            {
+                "max_num_tokens_per_dp_rank": end.max_tokens_per_rank,
+                "token_hidden_size": self.worker.model_config.hf_text_config.hidden_size,
+                "num_local_experts": end.expert_capacity // end.num_dispatchers(),
+            }
+        )
+        buffer.use(self._model(), buffer_of)
+
     def _ranks(self, dp_size: int) -> int:
         return dp_size * int(self.worker.vllm_config.parallel_config.tensor_parallel_size)
 
@@ -172,6 +214,19 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
 def sender_of(joiner: int, old_size: int) -> int:
     """Which rank sends a joiner its weights: in turn."""
     return (joiner - old_size) % old_size
+
+
+def request_of(told: dict[str, Any]) -> ReconfigureDistributedRequest:
+    """What rank 0 told a joiner, in the words that it has for the others."""
+    return ReconfigureDistributedRequest(
+        new_data_parallel_size=told["data_parallel_size"],
+        new_data_parallel_rank=ReconfigureRankType.KEEP_CURRENT_RANK,
+        new_data_parallel_rank_local=ReconfigureRankType.KEEP_CURRENT_RANK,
+        new_data_parallel_master_ip=told["data_parallel_master_ip"],
+        new_data_parallel_master_port=told["data_parallel_master_port"],
+        new_data_parallel_master_port_list=told["_data_parallel_master_port_list"],
+        coord_store_port=told["_coord_store_port"],
+    )
 
 
 class ElasticWorker(Worker):  # type: ignore[misc]
