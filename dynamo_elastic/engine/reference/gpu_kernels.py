@@ -15,7 +15,7 @@ from torch import Tensor
 from dynamo_elastic.errors import EngineError
 
 GATE_UP, DOWN = "experts.gate_up", "experts.down"
-_CLEARLY = 0.97
+_CLEARLY = 0.9
 """A choice that is not faster than this share of the first one's time is not worth another."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from dynamo_elastic.types import WorkerId
 
 SHAPE = replace(SMALL_SHAPE, hidden_size=2048, num_hidden_layers=4, num_experts=16)
 FIRST, SECOND = WorkerId("slot0"), WorkerId("slot1")
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "slots_per_rank": 16,
     "batch_tokens": 8,
     "max_context": 64,
