@@ -33,7 +33,7 @@ real = [
     pytest.mark.etcd,
     pytest.mark.nixl,
     pytest.mark.dynamo,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 ALL = [block for page in pages() for block in blocks(page)]
@@ -41,7 +41,7 @@ RUN_HERE = [b for b in ALL if b.language == COMMANDS and not b.needs and not b.r
 TUTORIAL = "tutorial.md"
 PAGES = sorted({b.page.name for b in RUN_HERE}, key=lambda name: (name != TUTORIAL, name))
 SERVE = "dynamo-elastic serve"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 
 @pytest.mark.parametrize("block", ALL, ids=str)
