@@ -100,7 +100,7 @@ def decode(data: bytes, where: str) -> Manifest:
             f"{where}: written in schema {schema}, {known}: upgrade dynamo_elastic, or create the "
             "image anew"
         )
-    if schema is not None and schema not in _DIGESTS:
+    if schema is not None and (type(schema) is not int or schema not in _DIGESTS):
         raise SnapshotDamaged(
             f"{where}: written in schema {schema}, {known}: remove it and create the image anew"
         )

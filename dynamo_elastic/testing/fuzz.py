@@ -296,7 +296,7 @@ def seeds() -> dict[str, list[bytes]]:
     ]
     return {
         "config": [yaml, b"DEPLOYMENT=x\nscale-max-ranks=3\n", b"a: &a [*a]"],
-        "manifest": [encode_manifest(image)],
+        "manifest": [encode_manifest(image), b'{"schema_version": {}}', b'{"schema_version": 5.0}'],
         "record": [
             encode(Topology(Epoch(3))),
             encode(TargetRecord("r", 2, "cli", 0.0)),
