@@ -18,6 +18,7 @@ from dynamo_elastic.coordinator.store import DeletePrefix, Store
 from dynamo_elastic.coordinator.stories import story_of
 from dynamo_elastic.coordinator.timeline import Timeline
 from dynamo_elastic.errors import StoreError
+from dynamo_elastic.logs import log_fields
 from dynamo_elastic.report.history import History
 from dynamo_elastic.report.story import Story
 from dynamo_elastic.report.traffic import WorkerTraffic
@@ -67,7 +68,9 @@ class Chronicle(Observer):
     async def run(self) -> None:
         """Until it is cancelled. A report that can't be written is no reason to stop."""
         while True:
-            await self._tell(await self._ended.get())
+            record = await self._ended.get()
+            with log_fields(operation_id=record.operation_id, epoch=record.plan.after.epoch):
+                await self._tell(record)
 
     async def _tell(self, record: OperationRecord) -> None:
         events = await self._blocking(self._timeline.events_of, record.operation_id)

@@ -41,7 +41,7 @@ pytestmark = [
     pytest.mark.etcd,
     pytest.mark.nixl,
     pytest.mark.dynamo,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(420),
 ]
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -102,7 +102,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
             background_load(deployment.url, config.model.name, PROMPTS, clients=3)
         )
         for ranks in (3, 2, 3):
-            assert deployment.cli("scale", str(ranks)).returncode == 0
+            grown = deployment.cli("scale", str(ranks), "--timeout-s", "150", timeout_s=180)
+            assert grown.returncode == 0, grown.stderr
         history = History(config.operations_dir, keep=100)
         yield Seen(deployment, load, ports, source, began_s, history)
 
@@ -256,7 +257,7 @@ def test_screenshot_of_a_report(seen: Seen, tmp_path: Path) -> None:
     story = seen.story(Kind.UP)
     page = seen.history.page_of(story.operation_id)
     assert page is not None
-    _shoot(page, _pictures(tmp_path) / "report.png", width=1200, height=1040)
+    _shoot(page, _pictures(tmp_path) / "report.png", width=1200, height=705)
 
 
 @pytest.mark.slow
