@@ -96,9 +96,12 @@ class Presence:
                 self.record = now
                 await self._publish_member()
 
-    async def put(self, key: str, record: object) -> None:
-        """Publish `record` on the lease."""
-        await self._write([Put(key, encode(record), self._lease_session().lease)])
+    async def put(self, key: str, record: object, *, instead_of: str | None = None) -> None:
+        """Publish `record` on the lease, in place of the one under `instead_of`."""
+        ops: list[Op] = [Put(key, encode(record), self._lease_session().lease)]
+        if instead_of not in (None, key):
+            ops.append(Delete(str(instead_of)))
+        await self._write(ops)
 
     async def put_endpoint(self, epoch: Epoch, record: object) -> None:
         """Publish how the engine is reached in `epoch`, in place of the last epoch's endpoint."""

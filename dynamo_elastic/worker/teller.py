@@ -25,6 +25,7 @@ class TrafficTeller:
         self._meter = meter
         self._operation: OperationId | None = None
         self._since_s = 0.0
+        self._told: str | None = None
 
     def see(self, command: CommandRecord) -> None:
         """A command has come: its operation is under way."""
@@ -41,4 +42,7 @@ class TrafficTeller:
         worker = self._parts.worker_id
         traffic = self._meter.window(worker, since_s, time.time())
         if traffic is not None:
-            await self._presence.put(self._parts.keys.traffic(operation, worker), traffic)
+            # Who is told late has given up, and nobody but us takes the last one away.
+            key = self._parts.keys.traffic(operation, worker)
+            await self._presence.put(key, traffic, instead_of=self._told)
+            self._told = key
