@@ -1,4 +1,4 @@
-"""What a shell tells of its tokens takes the place of what it told before: nobody may collect it."""
+"""What a shell tells of its tokens takes the last one's place: nobody may collect that."""
 
 from __future__ import annotations
 
