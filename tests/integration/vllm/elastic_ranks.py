@@ -43,6 +43,7 @@ from dynamo_elastic.engine.vllm.v0_33 import client as our_client
 from dynamo_elastic.engine.vllm.v0_33 import core as our_core
 from dynamo_elastic.engine.vllm.v0_33 import groups as our_groups
 from dynamo_elastic.engine.vllm.v0_33 import worker as our_worker
+from dynamo_elastic.engine.vllm.v0_33.hooks import missing_hooks
 
 STEP_S = 0.004
 
@@ -464,7 +465,7 @@ class Ranks:
 
     def run(self) -> None:
         """Pass words on until stdin ends."""
-        self._out({"ready": True})
+        self._out({"ready": True, "missing": missing_hooks()})
         while True:
             for source in wait([sys.stdin, *(c for _, c in self._alive.values())]):
                 if source is sys.stdin:

@@ -28,6 +28,9 @@ _ports = itertools.count(23456 + os.getpid() % 3000)
 class Ranks:
     """The forks of elastic_ranks.py."""
 
+    missing: list[str]
+    """Hooks of the adapter that their vLLM lacks."""
+
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self._said: list[dict[str, Any]] = []
@@ -128,7 +131,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
     )  # fmt: skip
     found = Ranks(process)
-    found.hear(lambda words: bool(words.get("ready")), IMPORT_TIMEOUT_S)
+    found.missing = found.hear(lambda words: "ready" in words, IMPORT_TIMEOUT_S)["missing"]
     yield found
     assert process.stdin is not None
     process.stdin.close()
@@ -140,6 +143,10 @@ def group(ranks: Ranks) -> Iterator[Group]:
     made = Group(ranks)
     yield made
     made.lose(*sorted(made.alive))
+
+
+def test_this_vllm_has_every_hook(ranks: Ranks) -> None:
+    assert ranks.missing == []
 
 
 def test_up_and_down_and_up(group: Group) -> None:

@@ -7,13 +7,16 @@ import torch
 from torch import Tensor
 
 
-def logical_maps(physical: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def logical_maps(
+    physical_to_logical_map: Tensor, num_logical_experts: int
+) -> tuple[Tensor, Tensor]:
     """Slots of every expert, [layers, experts, most replicas] padded with -1 and in ascending
     order, and how many each has. One layer without its dimension is fine too.
 
-    The same as vLLM's compute_logical_maps, which walks over the slots in Python: 12 ms for the 128
-    slots of one layer, and it stands in the way of steps. `physical` is on the host.
+    It stands in for vLLM's compute_logical_maps, which walks over the slots in Python: 12 ms for
+    the 128 slots of one layer, in the way of steps. The map is on the host.
     """
+    physical, experts = physical_to_logical_map, num_logical_experts
     rows = physical.unsqueeze(0) if physical.dim() == 1 else physical
     layers, slots = rows.shape
     held = rows >= 0
