@@ -42,6 +42,7 @@ from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import client as our_client
 from dynamo_elastic.engine.vllm.v0_33 import core as our_core
 from dynamo_elastic.engine.vllm.v0_33 import groups as our_groups
+from dynamo_elastic.engine.vllm.v0_33 import operation as our_operation
 from dynamo_elastic.engine.vllm.v0_33 import worker as our_worker
 from dynamo_elastic.engine.vllm.v0_33.hooks import missing_hooks
 
@@ -270,7 +271,7 @@ class Core(our_core.ElasticEngineCore):  # type: ignore[misc]
         """Nothing is cached."""
 
 
-class State(our_core.ElasticState):  # type: ignore[misc]
+class State(our_operation.ElasticState):  # type: ignore[misc]
     """vLLM's operation of one engine."""
 
     def _mark_ready_for_switch(self) -> None:

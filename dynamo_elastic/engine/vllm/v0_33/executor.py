@@ -6,13 +6,14 @@ from __future__ import annotations
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.version import __version__
 
-from dynamo_elastic.engine.vllm.v0_33 import client, core, handshake
+from dynamo_elastic.engine.vllm.v0_33 import client, core, handshake, operation
 from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
 
 check_hooks(__version__)
 client.install()
 handshake.install()
 core.install()
+operation.install()
 
 
 class ElasticExecutor(MultiprocExecutor):  # type: ignore[misc]
