@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_BRIDGE = "dechaos"
-_TABLE = "dynamo_elastic_chaos"
 _NETWORK = "198.18"
 """Of the range that RFC 2544 sets aside for tests of networks; nobody routes it."""
-_PEERS = 200
+_SUBNET = 64
+"""Each site has a /18 of it."""
+SITES = 4
+_PEERS = 60
 _CLIENT_PORT, _PEER_PORT = 2379, 2380
 _START_TIMEOUT_S = 20.0
 
@@ -35,6 +36,7 @@ TOOLS = {"ip": "iproute2", "nft": "nftables", "strace": "strace", "etcd": "etcd-
 class Member:
     """One member. Its process may be gone; its namespace and its data stay."""
 
+    site: int
     number: int
     directory: Path
     process: subprocess.Popen[bytes] | None = None
@@ -42,30 +44,35 @@ class Member:
 
     @property
     def namespace(self) -> str:
-        return f"{_BRIDGE}{self.number}"
+        return f"{_bridge(self.site)}-{self.number}"
 
     @property
     def link(self) -> str:
         """Our end of its cable."""
-        return f"{_BRIDGE}-v{self.number}"
+        return f"{_bridge(self.site)}v{self.number}"
 
     @property
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     def address(self, client: int) -> str:
-        return f"{_NETWORK}.{client}.{10 + self.number}"
+        return f"{_NETWORK}.{self.site * _SUBNET + client}.{10 + self.number}"
 
 
 class EtcdMembers:
-    """`count` members with their data under `directory`, reached by `clients` (numbers below 200).
+    """`count` members with their data under `directory`, reached by `clients` (numbers below 60).
 
-    One set of members a machine at a time: what an earlier one left behind is removed first.
+    One set of members a site at a time: what an earlier one left behind there is removed first.
     """
 
-    def __init__(self, directory: Path, count: int, clients: Sequence[int]) -> None:
-        self.members = [Member(n, directory / f"etcd{n}") for n in range(count)]
+    def __init__(
+        self, directory: Path, count: int, clients: Sequence[int], *, site: int = 0
+    ) -> None:
+        self.members = [Member(site, n, directory / f"etcd{n}") for n in range(count)]
         self._clients = tuple(clients)
+        self._bridge = _bridge(site)
+        self._table = f"{self._bridge}_table"
+        self._first = site * _SUBNET
 
     def urls(self, client: int) -> tuple[str, ...]:
         """Where `client` finds the members."""
@@ -74,14 +81,14 @@ class EtcdMembers:
     def start(self) -> None:
         """All members up, from nothing."""
         self._remove_network()
-        _ip("link", "add", _BRIDGE, "type", "bridge")
-        _ip("addr", "add", f"{_NETWORK}.0.1/16", "dev", _BRIDGE)
-        _ip("link", "set", _BRIDGE, "up")
+        _ip("link", "add", self._bridge, "type", "bridge")
+        _ip("addr", "add", f"{_NETWORK}.{self._first}.1/18", "dev", self._bridge)
+        _ip("link", "set", self._bridge, "up")
         for member in self.members:
             self._wire(member)
-        _nft(f"add table ip {_TABLE}")
+        _nft(f"add table ip {self._table}")
         for hook in ("output", "input"):
-            _nft(f"add chain ip {_TABLE} {hook} {{ type filter hook {hook} priority 0; }}")
+            _nft(f"add chain ip {self._table} {hook} {{ type filter hook {hook} priority 0; }}")
         for member in self.members:
             shutil.rmtree(member.directory, ignore_errors=True)
             member.directory.mkdir(parents=True)
@@ -137,12 +144,13 @@ class EtcdMembers:
 
     def partition(self, client: int) -> None:
         """What `client` and the members send each other is dropped, open connections' too."""
-        _nft(f"add rule ip {_TABLE} output ip daddr {_NETWORK}.{client}.0/24 drop")
-        _nft(f"add rule ip {_TABLE} input ip saddr {_NETWORK}.{client}.0/24 drop")
+        addresses = f"{_NETWORK}.{self._first + client}.0/24"
+        _nft(f"add rule ip {self._table} output ip daddr {addresses} drop")
+        _nft(f"add rule ip {self._table} input ip saddr {addresses} drop")
 
     def heal(self) -> None:
         """No client is partitioned any more."""
-        _nft(f"flush table ip {_TABLE}")
+        _nft(f"flush table ip {self._table}")
 
     def trace(self, member: Member, inject: str) -> None:
         """Its system calls go as strace's `inject` says, until untrace()."""
@@ -195,24 +203,28 @@ class EtcdMembers:
             connection.close()
 
     def _wire(self, member: Member) -> None:
-        inside = f"{_BRIDGE}-i{member.number}"
+        inside = f"{self._bridge}i{member.number}"
         _ip("netns", "add", member.namespace)
         _ip("link", "add", member.link, "type", "veth", "peer", "name", inside)
         _ip("link", "set", inside, "netns", member.namespace)
-        _ip("link", "set", member.link, "master", _BRIDGE)
+        _ip("link", "set", member.link, "master", self._bridge)
         _ip("link", "set", member.link, "up")
         _ip("-n", member.namespace, "link", "set", "lo", "up")
         for client in (*self._clients, _PEERS):
-            address = f"{member.address(client)}/16"
+            address = f"{member.address(client)}/18"
             _ip("-n", member.namespace, "addr", "add", address, "dev", inside)
         _ip("-n", member.namespace, "link", "set", inside, "up")
 
     def _remove_network(self) -> None:
         for name in os.listdir("/run/netns") if Path("/run/netns").is_dir() else ():
-            if name.startswith(_BRIDGE):
+            if name.startswith(f"{self._bridge}-"):
                 _ip("netns", "del", name)
-        _quiet("ip", "link", "del", _BRIDGE)
-        _quiet("nft", f"delete table ip {_TABLE}")
+        _quiet("ip", "link", "del", self._bridge)
+        _quiet("nft", f"delete table ip {self._table}")
+
+
+def _bridge(site: int) -> str:
+    return f"dechaos{site}"
 
 
 def _ip(*arguments: str) -> None:

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.testing.chaos.checker import check as check_history
+from dynamo_elastic.testing.chaos.etcd_members import SITES
 from dynamo_elastic.testing.chaos.history import History
 from dynamo_elastic.testing.chaos.report import write_report
 from dynamo_elastic.testing.chaos.run import WINDOWS, Verdict, passed, run
@@ -43,6 +44,7 @@ def run_slice(
     add: Annotated[bool, typer.Option(help="To the verdicts that there are.")] = False,
     limit_s: Annotated[float, typer.Option(help="Begin no run after so many seconds.")] = 480.0,
     members: Annotated[int, typer.Option(help="Of etcd: 1 or 3.")] = 3,
+    site: Annotated[int, typer.Option(min=0, max=SITES - 1, help="Sites run side by side.")] = 0,
     work_dir: WorkDir = WORK_DIR,
 ) -> None:
     """Play runs FIRST to FIRST + COUNT - 1 in one deployment, one after the other."""
@@ -51,7 +53,7 @@ def run_slice(
     todo = [n for n in numbers if n not in known]
     if not add:
         (work_dir / RUNS).unlink(missing_ok=True)
-    bad = asyncio.run(_play(work_dir.resolve(), todo, members=members, limit_s=limit_s))
+    bad = asyncio.run(_play(work_dir.resolve(), todo, members, limit_s=limit_s, site=site))
     raise typer.Exit(1 if bad else 0)
 
 
@@ -64,7 +66,7 @@ def replay(
 ) -> None:
     """Play one run again, in a deployment of its own; its verdict takes the place of the old."""
     numbers = [number] * times
-    bad = asyncio.run(_play(work_dir.resolve(), numbers, members=members, limit_s=480.0))
+    bad = asyncio.run(_play(work_dir.resolve(), numbers, members, limit_s=480.0))
     raise typer.Exit(1 if bad else 0)
 
 
@@ -87,9 +89,12 @@ def check_file(path: Path) -> None:
 
 
 @app.command()
-def report(work_dir: WorkDir = WORK_DIR) -> None:
+def report(
+    work_dir: Annotated[list[Path] | None, typer.Option(help="Each with verdicts.")] = None,
+) -> None:
     """Write benchmarks/results/chaos-DATE.json and .html, from a checkout."""
-    for path in write_report(list(_verdicts(work_dir).values())):
+    verdicts = {n: v for place in work_dir or [WORK_DIR] for n, v in _verdicts(place).items()}
+    for path in write_report(list(verdicts.values())):
         console.print(str(path))
 
 
@@ -101,7 +106,9 @@ async def _discover(work_dir: Path) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-async def _play(work_dir: Path, numbers: list[int], *, members: int, limit_s: float) -> int:
+async def _play(
+    work_dir: Path, numbers: list[int], members: int, *, limit_s: float, site: int = 0
+) -> int:
     """Returns how many runs were bad. After one that hangs the deployment is made anew."""
     missing = missing_tools()
     if missing:
@@ -110,7 +117,7 @@ async def _play(work_dir: Path, numbers: list[int], *, members: int, limit_s: fl
     began_s, bad, todo = time.monotonic(), 0, list(numbers)
     while todo and time.monotonic() - began_s < limit_s:
         try:
-            async with world(work_dir, members=members, say=console.print) as here:
+            async with world(work_dir, members=members, say=console.print, site=site) as here:
                 while todo and time.monotonic() - began_s < limit_s:
                     verdict = await _one(here, todo.pop(0), work_dir)
                     bad += not verdict.good

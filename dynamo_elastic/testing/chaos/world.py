@@ -174,11 +174,12 @@ def chaos_config(work_dir: Path, etcd: EtcdMembers) -> DeploymentConfig:
 
 @asynccontextmanager
 async def world(
-    work_dir: Path, *, members: int, say: Callable[[str], None]
+    work_dir: Path, *, members: int, say: Callable[[str], None], site: int = 0
 ) -> AsyncIterator[World]:
-    """A world of `members` etcd members under `work_dir`; images and model there are used again."""
+    """A world of `members` etcd members under `work_dir`; images and model there are used again.
+    Worlds of different sites may be there at once."""
     async with AsyncExitStack() as stack:
-        etcd = EtcdMembers(work_dir / "etcd", members, all_clients())
+        etcd = EtcdMembers(work_dir / "etcd", members, all_clients(), site=site)
         stack.callback(etcd.stop)
         await asyncio.to_thread(etcd.start)
         config = chaos_config(work_dir, etcd)
