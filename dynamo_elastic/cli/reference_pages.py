@@ -6,7 +6,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import TypeVar
 
 from dynamo_elastic import errors
 from dynamo_elastic.agent.base import SLOT_MOVES, SlotState
@@ -32,6 +34,7 @@ from dynamo_elastic.worker.presence import MEMBER_MOVES
 Edge = tuple[str, str, str]
 """From, to, and what is written on the arrow ('' for nothing)."""
 
+S = TypeVar("S", bound=str)
 _START = "[*]"
 
 
@@ -193,7 +196,7 @@ def machines() -> list[tuple[str, str, list[Edge]]]:
     ]
 
 
-def _edges(moves: Mapping[str, frozenset[str] | set[str]], first: str) -> list[Edge]:
+def _edges(moves: Mapping[S, AbstractSet[S]], first: S) -> list[Edge]:
     """Of a table, in its order; a state that nothing follows is final."""
     edges: list[Edge] = [(_START, first, "")]
     order = list(moves)

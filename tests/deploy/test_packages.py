@@ -98,7 +98,15 @@ def test_it_installs_and_runs_where_nothing_of_the_repository_is(
     """In an environment of its own, which takes third-party packages from ours, not us."""
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"
-    ours = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "--python", python]
+    ours: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "-q",
+        "--disable-pip-version-check",
+        "--python",
+        python,
+    ]
     run(*ours, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     where = "import dynamo_elastic as d, dynamo_elastic.comm as c, dynamo_elastic.snapshot as s"
     shown = run(python, "-c", f"{where}; print(d.__file__, c.__file__, s.__file__)", cwd=tmp_path)
