@@ -19,6 +19,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ async def score(group: Group, measured: Measured, when: str) -> None:
     first = measured.last("first score").get("logprobs")
     worst: dict[int, float | None] = {}
     for rank in range(group.width):
-        found = await logprobs(lambda body, r=rank: _ask(group, r, body), MODEL, **_SCORED)
+        found = await logprobs(partial(_ask, group, rank), MODEL, **_SCORED)
         if first is None and found:
             first = found
             measured.add("first score", logprobs=found)
@@ -159,10 +160,7 @@ async def _joiners(group: Group, ranks: Sequence[int]) -> dict[str, Any]:
     if not ranks:
         return {}
     up_s = await group.wait_up(ranks, 60)
-    first = {
-        rank: await first_token_s(lambda body, r=rank: _ask(group, r, body), MODEL)
-        for rank in ranks
-    }
+    first = {rank: await first_token_s(partial(_ask, group, rank), MODEL) for rank in ranks}
     return {"joiners_healthy_after_s": round(up_s, 3), "joiner_first_token_s": first}
 
 

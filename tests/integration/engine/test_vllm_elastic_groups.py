@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import ProcessGroup, TCPStore
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import ReduceOp
 
 from dynamo_elastic.engine.vllm.elastic.groups import (

@@ -109,7 +109,7 @@ class Scheduler:
         return 1, 0
 
 
-class Scaling(our_worker.ElasticScaling):  # type: ignore[misc]
+class Scaling(our_worker.ElasticScaling):
     """The worker's part: real groups, real weights and map; no model that could be switched."""
 
     def prepare_reconfiguration(self, request: Any, use_all2all: bool) -> None:
@@ -144,7 +144,9 @@ class Scaling(our_worker.ElasticScaling):  # type: ignore[misc]
         """There is none."""
 
     def switch_and_prepare(self) -> tuple[Any, ...]:
-        return parallel_state._replace_active_groups(**standby_state.pop_standby_groups())
+        standby = standby_state.pop_standby_groups()
+        retired: tuple[Any, ...] = parallel_state._replace_active_groups(**standby)
+        return retired
 
     def switch_and_remove(self) -> None:
         self._wait_for_group_cleanup()
@@ -225,7 +227,7 @@ class Executor:
         return [self.scaling.execute(*args)]
 
 
-class Core(our_core.ElasticEngineCore):  # type: ignore[misc]
+class Core(our_core.ElasticEngineCore):
     """vLLM's engine core without its constructor, which boots a model."""
 
     def __init__(self, rank: int, parallel: Any, joins: bool) -> None:
@@ -271,7 +273,7 @@ class Core(our_core.ElasticEngineCore):  # type: ignore[misc]
         """Nothing is cached."""
 
 
-class State(our_operation.ElasticState):  # type: ignore[misc]
+class State(our_operation.ElasticState):
     """vLLM's operation of one engine."""
 
     def _mark_ready_for_switch(self) -> None:
@@ -468,7 +470,8 @@ class Ranks:
         """Pass words on until stdin ends."""
         self._out({"ready": True, "missing": missing_hooks()})
         while True:
-            for source in wait([sys.stdin, *(c for _, c in self._alive.values())]):
+            sources: list[Any] = [sys.stdin, *(c for _, c in self._alive.values())]
+            for source in wait(sources):
                 if source is sys.stdin:
                     line = os.read(0, 1 << 16).decode()
                     if not line:

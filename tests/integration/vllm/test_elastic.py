@@ -14,7 +14,7 @@ from queue import Empty, Queue
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 pytestmark = [pytest.mark.vllm_elastic, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -49,6 +49,6 @@ def patchable(graph_class: type, kept_in: weakref.WeakSet[Any]) -> type:
             self.captured = True
 
     # Not annotated in the class: each subclass has its own.
-    PatchableGraph.kept_in = kept_in  # type: ignore[attr-defined]
+    PatchableGraph.kept_in = kept_in
     PatchableGraph.__name__ = graph_class.__name__
     return PatchableGraph

@@ -13,7 +13,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllreduceOptions, ProcessGroupGloo, ReduceOp
 
 _SERVING_TIMEOUT = timedelta(minutes=30)
@@ -28,9 +29,7 @@ def open_store(host: str, port: int, timeout_s: float) -> TCPStore:
     )
 
 
-def connect_gloo(
-    store: torch.distributed.Store, name: str, rank: int, size: int, timeout_s: float
-) -> ProcessGroup:
+def connect_gloo(store: Store, name: str, rank: int, size: int, timeout_s: float) -> ProcessGroup:
     """A gloo group that works for host tensors, and for those of a GPU by way of the host. All
     ranks must call it: meet first (see `meeting`), for this can't be given up before `timeout_s`.
     Raises RuntimeError."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from dynamo_elastic.errors import ConfigError
 
@@ -35,7 +36,8 @@ class ElasticSettings:
         unknown or no numbers above 0."""
         given = os.environ if environment is None else environment
         known = {f"{PREFIX}{f.name.upper()}": f for f in fields(cls)}
-        faults, values = [], {}
+        faults: list[str] = []
+        values: dict[str, Any] = {}
         for variable in sorted(name for name in given if name.startswith(PREFIX)):
             field = known.get(variable)
             number = _number(given[variable])

@@ -21,6 +21,9 @@ from dynamo_elastic.errors import EngineError
 class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
     """A DPEngineCoreProc whose operations end well or change nothing."""
 
+    eep_scaling_state: Any
+    """vLLM's own: the operation that is under way."""
+    dp_group: Any
     _hurry = False
     _last: ElasticState | None = None
     """The last operation, also when it is over."""
@@ -91,7 +94,7 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
         self._hurry = hurrying > 0
         if pausing == size:
             self.ignore_start_dp_wave, self.pending_pause = True, False
-        return unfinished > 0 or pausing % size != 0
+        return bool(unfinished > 0 or pausing % size != 0)
 
     def reinitialize_distributed(self, reconfig_request: Any) -> str:
         self._clear_failed()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 from vllm.distributed import stateless_coordinator
 from vllm.distributed.device_communicators.all2all import NixlEPAll2AllManager
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
@@ -50,6 +50,9 @@ def meeting_at(host: str, port: int, settings: ElasticSettings, over: threading.
 class SlimGroup(_Upstream):  # type: ignore[misc, valid-type]
     """A StatelessGroupCoordinator whose ranks exchange host tensors alone. Its constructor returns
     when all ranks are in it; raises GivenUp if the operation is over first."""
+
+    cpu_group: Any
+    device_group: Any
 
     def __init__(
         self,

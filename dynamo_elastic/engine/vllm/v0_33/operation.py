@@ -52,6 +52,11 @@ def connect_engines(
 class ElasticState(_UpstreamState):  # type: ignore[misc, valid-type]
     """vLLM's operation of one engine. One that fails before its commit is undone on every rank."""
 
+    # vLLM's own.
+    worker_type: str
+    new_dp_group: Any
+    _prepare_future: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = ElasticSettings.from_environment()
@@ -99,6 +104,8 @@ class ElasticState(_UpstreamState):  # type: ignore[misc, valid-type]
     def _let_go(self) -> None:
         """Once those who stay have switched, and so disconnected from us. Should one of them not,
         our memory stays as it is, for it may still be in use."""
+        if self._opening is None:
+            return
         store = self._opening.result()
         epoch = store.get(EPOCH_KEY).decode()
         stay = range(self.new_parallel_config.data_parallel_size)

@@ -38,6 +38,9 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
     """The worker's part of an operation. All that takes long happens while the rank serves; a
     commit is a change of pointers, masks and maps."""
 
+    _async_future: Any
+    """vLLM's own: what its thread of preparations is at."""
+
     def __init__(self, worker: Any) -> None:
         super().__init__(worker)
         self._settings = ElasticSettings.from_environment()
