@@ -51,8 +51,8 @@ def _check_private(path: Path, wanted: Callable[[int], bool], kind: str) -> os.s
 
 
 def digest_file(path: Path) -> str:
-    """BLAKE3 of a file's bytes, in hex, on all cores: a restore waits for it. Nobody can make another
-    file with the same one, so who signs it signs the file."""
+    """BLAKE3 of a file's bytes, in hex, on all cores: a restore waits for it. Nobody can make
+    another file with the same one: whoever signs it signs the file."""
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
