@@ -84,6 +84,7 @@ class Looker:
         self._slots: tuple[tuple[SlotStatus, ...] | None, str] = (None, "not asked yet")
         self._trouble = ""
         self._changed = asyncio.Event()
+        self._answered = asyncio.Event()  # etcd, or that it does not
 
     async def look(self) -> None:
         """Read all of it once. Raises StoreError."""
@@ -102,6 +103,7 @@ class Looker:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_store())
             tasks.create_task(self._follow_agent())
+            await self._answered.wait()
             while True:
                 self._changed.clear()
                 draw()
@@ -115,11 +117,13 @@ class Looker:
                 async with self._store.watch(self._keys.prefix) as watch:
                     self._stored = {v.key: v for v in watch.snapshot}
                     self._trouble = ""
+                    self._answered.set()
                     self._changed.set()
                     async for change in watch:
                         self._take(change.key, change.value, change.mod_revision)
             except StoreError as exc:
                 self._trouble = f"etcd: {exc}"
+                self._answered.set()
                 self._changed.set()
                 await asyncio.sleep(_RETRY_S)
 

@@ -37,6 +37,7 @@ from dynamo_elastic.testing.promql import dashboard_queries, faults, rule_querie
 from dynamo_elastic.testing.served import CLI, ServedDeployment, run_cli, served
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.root,
     pytest.mark.etcd,
     pytest.mark.nixl,
@@ -251,7 +252,6 @@ def test_logs_carry_operation_epoch_phase_and_rank(seen: Seen) -> None:
     assert any(r["process"] == "agent" and r["slot"] == 2 for r in ours)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(chromium() is None, reason="needs chromium")
 def test_screenshot_of_a_report(seen: Seen, tmp_path: Path) -> None:
     story = seen.story(Kind.UP)
@@ -260,7 +260,6 @@ def test_screenshot_of_a_report(seen: Seen, tmp_path: Path) -> None:
     _shoot(page, _pictures(tmp_path) / "report.png", width=1200, height=705)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(chromium() is None, reason="needs chromium")
 @pytest.mark.skipif(shutil.which(PROGRAM) is None, reason="needs prometheus")
 def test_screenshot_of_the_dashboard(seen: Seen, tmp_path: Path) -> None:
