@@ -103,11 +103,11 @@ class BufferExperts:
         self._table = table
         self._tile = tile
         self._kernels = kernels
-        self._rows = torch.arange(len(tile), device=tile.device)[:, None]
 
     def __call__(self, routing: Routing) -> Tensor:
         """Every rank of the group calls this for every layer, with or without rows."""
-        slots = self._table[self._rows, routing.experts]
+        # Whatever a graph reads must outlive it, which this object does not.
+        slots = self._table[: len(self._tile)].gather(1, routing.experts)
         slots = torch.where(self._tile[:, LIVE, None] == 1, slots, NOBODY)
         slots = slots.to(self._buffer.topk_dtype)
         sent = self._buffer.dispatch(routing.hidden, slots)
