@@ -61,8 +61,9 @@ def guard(machine: Machine, rank: Rank, *, parks: bool = False) -> Guard:
 def test_a_good_operation_goes_through_all_stages() -> None:
     machine, rank = Machine(), Rank()
     guarded = guard(machine, rank)
+    stages = [guarded.stage]
     guarded.progress(machine.progress)
-    assert guarded.stage is Stage.READY
+    stages.append(guarded.stage)
     machine.commit_requested = True
 
     def commit() -> bool:
@@ -70,7 +71,7 @@ def test_a_good_operation_goes_through_all_stages() -> None:
         return machine.progress()
 
     guarded.progress(commit)
-    assert guarded.stage == "done"
+    assert [*stages, guarded.stage] == [Stage.PREPARING, Stage.READY, Stage.DONE]
     assert rank.undone == []
 
 

@@ -24,6 +24,7 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
     eep_scaling_state: Any
     """vLLM's own: the operation that is under way."""
     dp_group: Any
+    available_gpu_memory_for_kv_cache: int
     _hurry = False
     _last: ElasticState | None = None
     """The last operation, also when it is over."""
