@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,10 @@ def test_an_engine_is_started_without_powers(tmp_path: Path) -> None:
     host = namespace.HostNamespace()
     engine = host.spawn(Command(("sleep", "20"), {"PATH": os.environ["PATH"]}, tmp_path / "log"))
     try:
+        deadline = time.monotonic() + 20
+        while Path(f"/proc/{engine.pid}/comm").read_text() != "sleep\n":
+            assert time.monotonic() < deadline, "it is still on its way through setsid and setpriv"
+            time.sleep(0.005)
         status = dict(
             line.split(":", 1)
             for line in Path(f"/proc/{engine.pid}/status").read_text().splitlines()
