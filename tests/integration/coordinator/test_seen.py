@@ -25,13 +25,12 @@ from dynamo_elastic.coordinator.targets import request_scale, wait_outcome
 from dynamo_elastic.phases import Phase, Step
 from dynamo_elastic.report.history import History
 from dynamo_elastic.testing.coordination import CONFIG, SHAPE, World, world
-from dynamo_elastic.testing.deployments import asyncio_test
 from dynamo_elastic.testing.etcd_process import etcd_process, free_port
 from dynamo_elastic.testing.pages import PageReader, bar_faults, number_faults
 from dynamo_elastic.testing.participants import Misbehaviour, Script
 from dynamo_elastic.testing.served import CLI, run_cli
 
-pytestmark = pytest.mark.etcd
+pytestmark = [pytest.mark.etcd, pytest.mark.timeout(300)]
 
 TIMEOUT_S = 60.0
 
@@ -57,8 +56,11 @@ async def scaled(here: World, ranks: int) -> None:
     await wait_outcome(here.store, here.keys, request_id, timeout_s=TIMEOUT_S)
 
 
-@asyncio_test
-async def test_reports_metrics_logs_and_commands_agree(tmp_path: Path) -> None:
+def test_reports_metrics_logs_and_commands_agree(tmp_path: Path) -> None:
+    asyncio.run(_seen(tmp_path))
+
+
+async def _seen(tmp_path: Path) -> None:
     port = free_port()
     with etcd_process(tmp_path / "etcd") as etcd:
         settings = {
