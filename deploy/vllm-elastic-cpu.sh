@@ -1,7 +1,7 @@
 #!/bin/sh
 # vllm-elastic-cpu.sh: .venv-vllm-elastic/, a third virtual environment: vLLM 0.33's own Python on the CPU,
 # without a model that it could serve, for tests of elastic expert parallelism (marker `vllm_elastic`).
-# About 3 GB, and a wheel of some 500 MB of which only the Python is kept. Safe to run again.
+# About 3 GB, and a wheel of some 340 MB of which only the Python is kept. Safe to run again.
 set -eu
 cd "$(dirname "$0")/.."
 venv=.venv-vllm-elastic
