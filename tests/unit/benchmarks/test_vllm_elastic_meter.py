@@ -57,7 +57,7 @@ def test_the_worst_difference_of_scores() -> None:
 
 
 def scaled(**values: Any) -> dict[str, Any]:
-    seen = {"longest_gap_s": 0.5, "failed": 1}
+    seen = {"longest_gap_s": 0.5, "requests": 10, "failed": 1}
     return {"step": "scale", "from": 2, "to": 4, "ok": True, "total_s": 9.0, "seen": seen, **values}
 
 
@@ -65,7 +65,7 @@ def test_the_result_holds_the_worst_of_each_kind() -> None:
     steps = [
         {"step": "start", "cold_start_s": 100.0},
         scaled(),
-        scaled(total_s=12.0, seen={"longest_gap_s": 0.1, "failed": 2}),
+        scaled(total_s=12.0, seen={"longest_gap_s": 0.1, "requests": 5, "failed": 2}),
         scaled(**{"from": 4, "to": 2, "ok": False}),
         {"step": "score", "max_abs_err_by_rank": {"0": 0.0, "1": 0.02, "2": None}},
     ]
@@ -78,7 +78,14 @@ def test_the_result_holds_the_worst_of_each_kind() -> None:
         "down_failed": 1.0,
         "down_s": 9.0,
         "gap_down_s": 0.5,
+        "requests": 25,
         "requests_failed": 4,
         "logprob_max_abs_err": 0.02,
         "ranks_without_score": 1.0,
     }
+
+
+def test_upstream_is_named_and_so_is_a_cold_joiner() -> None:
+    assert vllm_elastic.name_of("upstream", "up_s") == "upstream_up_s"
+    assert vllm_elastic.name_of("ours", "up_s") == "up_cold_s"
+    assert vllm_elastic.name_of("ours", "gap_up_s") == "gap_up_s"
