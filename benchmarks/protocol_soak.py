@@ -24,11 +24,16 @@ from matplotlib import pyplot
 from provenance import RESULTS, write_result
 from rich.console import Console
 
-from dynamo_elastic.demo.run import demo_prompts
+from dynamo_elastic.demo.load import Prompt
 from dynamo_elastic.testing.cycles import is_ours
 from dynamo_elastic.testing.soak import REST_EVERY, SoakResult, soak, soak_config
 
 CLIENTS = 2
+PROMPTS = [
+    Prompt("river stone light", 7, 12),
+    Prompt("amber cloud", 8, 24),
+    Prompt("silver morning", 9, 48),
+]
 SAY_EVERY = 20
 WARM_RESTS = 3
 """A process has filled its caches and pools by then."""
@@ -54,7 +59,7 @@ def run(arguments: argparse.Namespace, console: Console) -> Slice:
     result = asyncio.run(
         soak(
             soak_config(arguments.work_dir.resolve(), "soak"),
-            demo_prompts(),
+            PROMPTS,
             seed=arguments.seed,
             clients=CLIENTS,
             lasts=lasts,

@@ -54,8 +54,12 @@ class StreamResult:
 class Load:
     """`clients` loops over `prompts`, client k starting at prompt k. Owns one HTTP session."""
 
-    def __init__(self, url: str, model: str, prompts: list[Prompt], clients: int) -> None:
+    def __init__(
+        self, url: str, model: str, prompts: list[Prompt], clients: int, *, pause_s: float = 0.0
+    ) -> None:
+        """A client waits `pause_s` after each answer."""
         self._url = f"{url}/v1/completions"
+        self._pause_s = pause_s
         self._model = model
         self._prompts = prompts
         self._clients = clients
@@ -96,8 +100,7 @@ class Load:
                 self.live.discard(number)
                 self.results.append(result)
                 turn += 1
-                if result.error:
-                    await asyncio.sleep(0.2)
+                await asyncio.sleep(0.2 if result.error else self._pause_s)
 
     async def _one(self, session: aiohttp.ClientSession, prompt: Prompt) -> StreamResult:
         result = StreamResult(prompt, time.monotonic())

@@ -51,8 +51,9 @@ WINDOW_S = 20.0
 """For which a rank that was put out may go on serving: lease, eviction and their waits."""
 _SETTLE_S = 1.0
 _POLL_S = 0.1
+_PAUSE_S = 0.3
 _SHOWN_ERRORS = 5
-_REFERENCE_TIMEOUT_S = 60.0
+_REFERENCE_TIMEOUT_S = 180.0
 
 
 class Component(StrEnum):
@@ -265,7 +266,7 @@ class Walk:
         self._count_streams()
         await act()  # type: ignore[misc]
         d = self.deployment
-        self.load = Load(d.url, d.config.model.name, self.prompts, self.clients)
+        self.load = _load(d, self.prompts, self.clients)
         self.load.start()
 
     async def _restart_frontend(self) -> None:
@@ -314,6 +315,12 @@ def unrest(status: Status) -> str:
     return f"{status.width} ranks: {status.notice}" if waits and status.notice else ""
 
 
+def _load(deployment: Deployment, prompts: list[Prompt], clients: int) -> Load:
+    """Light: a rank that waits for a request takes no processor time from the resizes."""
+    name = deployment.config.model.name
+    return Load(deployment.url, name, prompts, clients, pause_s=_PAUSE_S)
+
+
 async def soak(
     config: DeploymentConfig,
     prompts: list[Prompt],
@@ -329,7 +336,7 @@ async def soak(
         deployment = await stack.enter_async_context(running(config, say))
         recorder = Recorder(config.etcd.urls, config, deployment.keys.prefix)
         await stack.enter_async_context(recorder.running())
-        load = Load(deployment.url, config.model.name, prompts, clients)
+        load = _load(deployment, prompts, clients)
         load.start()
         await load.wait_for_each_prompt(timeout_s=_REFERENCE_TIMEOUT_S)
         result = SoakResult(seed, Tally(reference_texts(load.results)))
