@@ -78,6 +78,8 @@ COMMANDS: tuple[str, ...] = (
     "snapshot verify -f examples/local.yaml",
     "snapshot verify IMAGE --restore -f examples/local.yaml",
     "snapshot restore IMAGE -f examples/local.yaml",
+    "snapshot keygen fleet.key",
+    "snapshot sign IMAGE -f examples/local.yaml",
     "snapshot rm IMAGE -f examples/local.yaml",
     "snapshot export IMAGE image.tar -f examples/local.yaml",
     "snapshot import image.tar -f examples/local.yaml",
