@@ -199,7 +199,12 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     assert code == 0, machine.log.read_text()
 
 
-@pytest.mark.parametrize("page", [pytest.param(p, marks=real) for p in PAGES])
+def marks(page: str) -> list[pytest.MarkDecorator]:
+    """The tutorial is for every run; the other pages' sixty seconds are for `make test-all`."""
+    return real if page == TUTORIAL else [*real, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, marks=marks(p)) for p in PAGES])
 def test_the_commands_of_a_page_run(page: str, machine: Machine) -> None:
     found = of_page(page)
     if page == TUTORIAL:  # up to `serve` the fixture has run it
