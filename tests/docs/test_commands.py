@@ -131,10 +131,10 @@ class Machine:
         return text
 
     def image(self) -> str:
-        """One of slot 3, which no engine was restored from when these pages are read."""
-        listed = self.output("snapshot", "list", "-f", "d.yaml", "--json")
-        found: list[str] = [i["id"] for i in json.loads(listed) if i["slot"] == 3]
-        return found[0]
+        """The newest of slot 0: made by these pages, so no engine was restored from it."""
+        listed = json.loads(self.output("snapshot", "list", "-f", "d.yaml", "--json"))
+        found = [i for i in listed if i["slot"] == 0]
+        return str(max(found, key=lambda i: i["created_at"])["image_id"])
 
     def operation(self) -> str:
         found = re.findall(r"\bup-\d+", self.output("timeline", "--list", "-f", "d.yaml"))
