@@ -35,6 +35,8 @@ from dynamo_elastic.testing.etcd_process import free_port
 NAME = "chaos"
 PROMPTS = [Prompt("river stone light", 7, 24), Prompt("amber cloud", 8, 40)]
 CLIENTS = 2
+PAUSE_S = 0.3
+"""Between two streams of a client: without it the engines alone fill a small machine."""
 STANDBY = "coordinator2"
 
 _US, _FRONTEND, _FIRST_SHELL = 9, 8, 20
@@ -196,7 +198,7 @@ async def world(
         await _second_coordinator(deployment, adapt)
         recorder = Recorder(etcd.urls(_US), config, deployment.keys.prefix)
         await stack.enter_async_context(recorder.running())
-        load = Load(deployment.url, config.model.name, PROMPTS, CLIENTS)
+        load = Load(deployment.url, config.model.name, PROMPTS, CLIENTS, pause_s=PAUSE_S)
         load.start()
         stack.push_async_callback(load.stop)
         await load.wait_for_each_prompt(timeout_s=60)
