@@ -219,7 +219,9 @@ class EtcdMembers:
         for name in os.listdir("/run/netns") if Path("/run/netns").is_dir() else ():
             if name.startswith(f"{self._bridge}-"):
                 _ip("netns", "del", name)
-        _quiet("ip", "link", "del", self._bridge)
+        # A namespace goes when its last process does, which may be later, and its cable with it.
+        for link in (*(m.link for m in self.members), self._bridge):
+            _quiet("ip", "link", "del", link)
         _quiet("nft", f"delete table ip {self._table}")
 
 
