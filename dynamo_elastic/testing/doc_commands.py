@@ -47,7 +47,7 @@ class Block:
     def commands(self) -> list[str]:
         """Its lines, those that go on joined, without comments."""
         lines = self.text.replace("\\\n", " ").splitlines()
-        return [line for line in lines if line.strip() and not line.startswith("#")]
+        return [said for line in lines if (said := line.partition("#")[0].strip())]
 
 
 def pages() -> list[Path]:
