@@ -1,7 +1,7 @@
 """For mkdocs: links from the pages to files of the repository, which are not part of the site.
 
-They are right where the pages are read in the repository. On the site their text stays, and the file
-is named; one that does not exist is an error.
+They are right where the pages are read in the repository. On the site their text stays, and the
+file is named; one that does not exist is an error.
 """
 
 from __future__ import annotations

@@ -62,7 +62,11 @@ class Tracer:
         self._provider.shutdown()
 
     def _step(self, step: StepSpan, parent: Any) -> None:
-        about: dict[str, Any] = {"worker": step.worker, "step": step.step, "outcome": step.outcome.value}
+        about: dict[str, Any] = {
+            "worker": step.worker,
+            "step": step.step,
+            "outcome": step.outcome.value,
+        }
         about |= {k: v for k, v in step.facts.items() if isinstance(v, str | int | float)}
         error = "" if step.outcome is StepOutcome.DONE else step.reason or step.outcome.value
         name = f"{step.step} {step.worker}"
