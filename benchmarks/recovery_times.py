@@ -25,6 +25,7 @@ from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.failpoints import Act
 from dynamo_elastic.phases import Phase
 from dynamo_elastic.testing.chaos.checker import check_answers, longest_silence_s
+from dynamo_elastic.testing.chaos.etcd_members import SITES
 from dynamo_elastic.testing.chaos.faults import undo
 from dynamo_elastic.testing.chaos.history import Answer
 from dynamo_elastic.testing.chaos.run import at_width, stream_ends
@@ -98,7 +99,7 @@ def requests_lost(answers: list[Answer], reference: dict[str, str]) -> int:
 async def measure(work_dir: Path, rounds: int, console: Console) -> dict[str, Any]:
     found: dict[str, Any] = {"failover_s": [], "abort_s": []}
     answers: list[Answer] = []
-    async with world(work_dir, members=3, say=console.print) as here:
+    async with world(work_dir, members=3, say=console.print, site=SITES - 1) as here:
         ttl_s = here.config.scale.lease_ttl_s
         for number in range(rounds):
             await at_width(here, NARROW)

@@ -13,6 +13,7 @@ import pytest
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.demo.run import leftovers
 from dynamo_elastic.failpoints import Act
+from dynamo_elastic.testing.chaos.etcd_members import SITES
 from dynamo_elastic.testing.chaos.run import Verdict, run
 from dynamo_elastic.testing.chaos.scenario import AtFailpoint, AtRandom, Fault, Resize, Scenario
 from dynamo_elastic.testing.chaos.world import missing_tools, world
@@ -28,6 +29,8 @@ pytestmark = [
 ]
 
 UP, DOWN = Resize.UP, Resize.DOWN
+SITE = SITES - 1
+"""Not that of a matrix that is being played."""
 FAULTS: list[tuple[Resize, AtFailpoint | AtRandom]] = [
     # The coordinator, right before and after the decision.
     (UP, AtFailpoint("scale.before_commit", "", Act.KILL)),
@@ -55,7 +58,7 @@ def test_nothing_is_violated_lost_or_left_behind(tmp_path: Path) -> None:
     configs: list[DeploymentConfig] = []
 
     async def play() -> list[Verdict]:
-        async with world(tmp_path, members=3, say=lambda text: None) as here:
+        async with world(tmp_path, members=3, say=lambda text: None, site=SITE) as here:
             verdicts = []
             for number, (resize, fault) in enumerate(FAULTS):
                 verdict, _ = await run(here, Scenario(number, resize, fault))
