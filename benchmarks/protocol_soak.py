@@ -37,7 +37,7 @@ PROMPTS = [
 SAY_EVERY = 20
 WARM_RESTS = 3
 """A process has filled its caches and pools by then."""
-LEAST_RESTS = 6
+LEAST_RESTS = 5
 """Of one process, for a line through what it held."""
 MEASURES = ("rss_bytes", "fds", "threads")
 

@@ -38,7 +38,7 @@ from dynamo_elastic.testing.cycles import Footprints, MovedRequests, footprints
 REST_WIDTH = 1
 """At which footprints are taken: the same each time, as every rank holds something."""
 
-REST_EVERY = 10
+REST_EVERY = 5
 """Resizes between two footprints."""
 
 RESTART_EVERY = 15
