@@ -19,6 +19,7 @@ from dynamo_elastic.errors import ImagerError, PidClash, ResourceMissing, Snapsh
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.snapshot.base import Namespace
 from dynamo_elastic.snapshot.criu_images import PROCESSES, first_number
+from dynamo_elastic.snapshot.image_view import view_for
 from dynamo_elastic.snapshot.page_server import PageServer
 from dynamo_elastic.snapshot.process import ProcessRef, kill_tree, namespace_pid, tree_of
 
@@ -34,6 +35,8 @@ _USERFAULT = "uffd-noncoop"
 """What CRIU calls the kernel's ability that `--lazy-pages` needs."""
 _LOCKS = "--file-locks"
 """Locks that a process holds on files are taken again for it; without this it is not dumped."""
+_FIRST_NAMESPACE = Path("/proc/1/ns/pid")
+"""Inside, the number of the pid namespace."""
 _VERSION_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 5.0
 _TAIL_LINES = 4
@@ -136,7 +139,9 @@ class Criu:
     def restore(
         self, directory: Path, namespace: Namespace, *, work_dir: Path, timeout_s: float
     ) -> ProcessRef:
-        argv = restore_argv(self._path, directory, work_dir, page_server=self.page_server)
+        pid_namespace = namespace.view(_FIRST_NAMESPACE).stat().st_ino
+        view = view_for(directory, pid_namespace, work_dir)
+        argv = restore_argv(self._path, view, work_dir, page_server=self.page_server)
         restore = self._filled if self.page_server else self._plainly
         (work_dir / _PID_FILE).unlink(missing_ok=True)
         try:

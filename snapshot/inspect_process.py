@@ -31,8 +31,7 @@ _WRITABLE = os.O_WRONLY | os.O_RDWR
 _DELETED = " (deleted)"
 _SHARED_MEMORY = "/dev/shm/"
 _CUDA_LISTENER = "a listening unix socket @cuda-uvmfd-"
-"""Every process that has initialised CUDA keeps it for good. A second copy of one image needs not
-only a pid namespace but a network namespace of its own while the first one lives."""
+"""Every process that has initialised CUDA keeps it for good; see image_view for its name."""
 
 
 @dataclass(frozen=True, slots=True)
