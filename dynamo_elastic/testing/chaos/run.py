@@ -25,6 +25,7 @@ from dynamo_elastic.testing.chaos.scenario import (
     AtRandom,
     Resize,
     Scenario,
+    cast,
 )
 from dynamo_elastic.testing.chaos.world import World
 
@@ -86,6 +87,7 @@ async def run(world: World, scenario: Scenario) -> tuple[Verdict, History]:
     try:
         await at_width(world, WIDE if scenario.ranks == NARROW else NARROW)
         await _prepare(world, scenario.resize)
+        scenario = cast(scenario, await _in_order(world))
         began_s = time.monotonic()
         verdict.fired = await _resize(world, scenario)
         await undo(world)
@@ -97,6 +99,13 @@ async def run(world: World, scenario: Scenario) -> tuple[Verdict, History]:
     await undo(world)
     _take(history, world)
     return _judged(verdict, history), history
+
+
+async def _in_order(world: World) -> list[str]:
+    """Who is who: ranks in force, in order, then those that stand by."""
+    status = await _at_rest(world, time.monotonic() + HANG_S)
+    ranks = status.in_force.worker_ids if status.in_force is not None else ()
+    return [*ranks, *status.standby()]
 
 
 async def passed(world: World, resize: Resize) -> dict[str, list[str]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -75,7 +76,8 @@ class AtRandom:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One run. `via` is a fault that leads to where `fault` then is."""
+    """One run. `via` is a fault that leads to where `fault` then is. Slots are parts to be played:
+    `slot2` joins or leaves, the others stay."""
 
     number: int
     resize: Resize
@@ -91,6 +93,23 @@ class Scenario:
         what = fault.act if isinstance(fault, AtFailpoint) else fault.fault
         via = f", after {self.via.act} at {self.via.file}" if self.via else ""
         return f"{self.resize}: {what} of {fault.process or 'one'} at {fault.place}{via}"
+
+
+def cast(scenario: Scenario, order: Sequence[str]) -> Scenario:
+    """With the parts given to the shells of a deployment: `slotN` is played by `order[N]`."""
+    fault, via = scenario.fault, scenario.via
+    return replace(
+        scenario,
+        fault=replace(fault, process=_played_by(fault.process, order)),
+        via=replace(via, process=_played_by(via.process, order)) if via is not None else None,
+    )
+
+
+def _played_by(process: str, order: Sequence[str]) -> str:
+    kind = process.rstrip("0123456789")
+    if kind not in ("slot", "engine"):
+        return process
+    return kind + order[int(process.removeprefix(kind))].removeprefix("slot")
 
 
 ACTS = (Act.KILL, Act.STOP, Act.ERROR, Act.DELAY)

@@ -10,9 +10,20 @@ import pytest
 
 from dynamo_elastic.errors import ResourceMissing
 from dynamo_elastic.failpoint_table import FAILPOINTS
+from dynamo_elastic.failpoints import Act
 from dynamo_elastic.testing.chaos.report import metrics_of, write_report
 from dynamo_elastic.testing.chaos.run import Verdict
-from dynamo_elastic.testing.chaos.scenario import AtRandom, Fault, Scenario, cells, places, scenario
+from dynamo_elastic.testing.chaos.scenario import (
+    AtFailpoint,
+    AtRandom,
+    Fault,
+    Resize,
+    Scenario,
+    cast,
+    cells,
+    places,
+    scenario,
+)
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -61,6 +72,18 @@ def test_outside_a_checkout_it_says_so(tmp_path: Path) -> None:
 def test_a_number_is_the_same_run_for_ever() -> None:
     assert [scenario(n) for n in range(50)] == [scenario(n) for n in range(50)]
     assert len({str(scenario(n)) for n in range(200)}) > 150
+
+
+def test_parts_are_given_to_who_is_there() -> None:
+    order = ["slot0", "slot2", "slot1"]
+    fault = AtFailpoint("worker.serve.begin", "slot2", Act.KILL)
+    joins = cast(Scenario(0, Resize.UP, fault, AtFailpoint("x", "", Act.KILL)), order)
+    assert isinstance(joins.fault, AtFailpoint)
+    assert joins.fault.file == "slot1:worker.serve.begin"
+    assert joins.via is not None
+    assert joins.via.file == "x"
+    stays = cast(Scenario(0, Resize.UP, AtRandom(Fault.KILL, "engine1", 0.1)), order)
+    assert stays.fault.process == "engine2"
 
 
 @pytest.mark.parametrize("down", [False, True])
