@@ -55,7 +55,7 @@ async def running_copy(
     incarnation = Incarnation(f"rehearsal-{secrets.token_hex(4)}")
     with ExitStack() as stack:
         own = stack.enter_context(work_directory())
-        # An engine of the same image may live: CUDA's abstract socket would be taken.
+        # An engine of the same image may live, and listen under names that the copy has, too.
         namespace = stack.enter_context(temporary_namespace({control_dir: own}, own_network=True))
         attach = Attach(
             incarnation=incarnation,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_elastic.agent.base import Tier
+from dynamo_elastic.agent.base import StartedEngine, Tier
 from dynamo_elastic.agent.open_images import open_images
 from dynamo_elastic.config import parse_config
 from dynamo_elastic.engine.base import Request
@@ -59,14 +59,22 @@ def test_engines_from_images_serve_together(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def listeners(engine: StartedEngine) -> int:
+    """Of processes with CUDA, those that others in the engine's pid namespace find."""
+    namespace = Path(f"/proc/{engine.pid}/ns/pid").stat().st_ino
+    return Path("/proc/net/unix").read_text().count(f"@cuda-uvmfd-{namespace}-")
+
+
 async def grow_and_shrink(host: GpuHost) -> None:
     fleet = host.fleet
     request = Request("r", (1, 2, 3), 12, temperature=0.0)
-    await host.start(0, Tier.IMAGE)
+    started = await host.start(0, Tier.IMAGE)
+    assert listeners(started) == 1
     await fleet.boot(1)
     alone = (await fleet.all[FIRST].generate(request)).tokens
     for tier in (Tier.IMAGE, Tier.PARKED):
-        await host.start(1, tier)
+        started = await host.start(1, tier)
+        assert listeners(started) == 2
         await fleet.scale_up(2)
         both = await each(list(fleet.all.values()), lambda e: e.generate(request))
         assert [output.tokens for output in both] == [alone, alone]
