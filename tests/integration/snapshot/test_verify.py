@@ -18,6 +18,7 @@ from dynamo_elastic.cli.exit_codes import DAMAGED, DOES_NOT_FIT
 from dynamo_elastic.cli.main import main
 from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.snapshot.manifest import MANIFEST_FILE, decode, encode
+from dynamo_elastic.snapshot.signing import SIGNATURE_FILE, Trust, host_key
 from dynamo_elastic.testing.engine_process import SMALL_SHAPE
 
 pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.nixl]
@@ -99,9 +100,12 @@ def rewrite(directory: Path, **changes: Any) -> None:
 
 
 def lie_about_digest(directory: Path) -> None:
+    """Signed by this host, too: a wrong signature would be found before."""
     manifest = decode((directory / MANIFEST_FILE).read_bytes(), "")
     first, *rest = manifest.files
     rewrite(directory, files=(replace(first, digest="0" * 32), *rest))
+    signature = Trust(host_key(directory.parent)).sign((directory / MANIFEST_FILE).read_bytes())
+    (directory / SIGNATURE_FILE).write_bytes(signature)
 
 
 def point_outside(directory: Path) -> None:
