@@ -42,6 +42,8 @@ class StepRunner:
             return await self._switch(workers)
         if progress.committed and progress.record.served is not None:
             return None  # the decision was withdrawn: what comes after it is the next operation's
+        if step is Step.CANARY:
+            return await self._prove(workers)
         if step is Step.PUSH_EXPERTS:
             return await self._move_experts(workers)
         # An engine that can't be ended before a boot shows when its slot is to be used again.
@@ -54,13 +56,26 @@ class StepRunner:
         elif step is Step.CHECK:
             for worker in steps.odd_ones(done, workers, "probe"):
                 raise progress.failure(step, worker, "its probe differs from the reference")
-        elif step is Step.CANARY:
-            for worker in steps.odd_ones(done, workers, "tokens"):
-                progress.lose(step, worker, "its tokens differ from the reference")
         elif step is Step.SERVE:
             progress.served(done)
         elif step is Step.PARK and progress.committed:
             progress.update(safe_to_release=tuple(done))
+
+    async def _prove(self, workers: Sequence[WorkerId]) -> None:
+        """Joiners answer the canary as a retained rank does; who does not is lost. While experts
+        are lost with another rank nobody can answer, and nobody is blamed: the next operation
+        brings the experts back, and until then no request is answered either."""
+        progress = self._progress
+        if steps.incomplete(progress.record):
+            return
+        answers = await self._ask(Step.CANARY, self._bodies(Step.CANARY, workers))
+        told = any(ack.payload.get("incomplete") for ack in answers.done.values())
+        lost = (*progress.record.lost, *answers.lost)
+        if told or steps.incomplete(replace(progress.record, lost=lost)):
+            return self._judge(Step.CANARY, Answers(lost=answers.lost))
+        self._judge(Step.CANARY, answers)
+        for worker in steps.odd_ones(answers.done, workers, "tokens"):
+            progress.lose(Step.CANARY, worker, "its tokens differ from the reference")
 
     async def abort(self) -> None:
         """Everyone who is still there forgets the new epoch. A member that does not is as good as

@@ -142,6 +142,15 @@ def facts(acks: Mapping[WorkerId, AckRecord]) -> dict[str, Any]:
     }
 
 
+def incomplete(record: OperationRecord) -> bool:
+    """True if experts were lost with members of the topology decided on: nobody can answer anything
+    until they are read from disk."""
+    after = record.plan.after
+    left = without_experts(after, record.lost)
+    held, living = ({e for m in t.members for e in m.experts} for t in (after, left))
+    return not held - {EMPTY} <= living
+
+
 def without_experts(topology: Topology, lost: Iterable[WorkerId]) -> Topology:
     """`topology` with nothing routed to the workers that are lost; ranks stay as they are."""
     gone = set(lost)

@@ -181,7 +181,8 @@ class Engine(Protocol):
         ...
 
     async def canary(self) -> tuple[int, ...]:
-        """Generate the fixed probe through the group in force; its tokens."""
+        """Generate the fixed probe through the group in force; its tokens. Raises EngineError at
+        once while experts are lost."""
         ...
 
     async def freeze(self, frozen: bool) -> None:

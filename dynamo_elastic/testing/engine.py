@@ -64,6 +64,7 @@ class FakeEngine:
     frozen: bool = False
     draining: bool = False
     masked: tuple[Rank, ...] = ()
+    lost_experts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._opened: dict[Epoch, tuple[Rank, int]] = {}
@@ -135,6 +136,7 @@ class FakeEngine:
             running=len(self._running),
             waiting=0,
             masked=self.masked,
+            lost_experts=self.lost_experts,
             frozen=self.frozen,
             pid=1,
             kv_blocks_used=len(self._running),

@@ -223,7 +223,14 @@ class Participant:
         return {"switched": True}
 
     async def canary(self, command: CommandRecord) -> Payload:
-        return {"tokens": list(await self._attached().canary())}
+        """The tokens of the probe; or that it can't be answered, as experts are lost."""
+        engine = self._attached()
+        try:
+            return {"tokens": list(await engine.canary())}
+        except EngineError:
+            if not (await engine.status()).lost_experts:
+                raise
+            return {"incomplete": True}
 
     async def serve(self, command: CommandRecord) -> Payload:
         """Registered with Dynamo, and the card was read back."""

@@ -49,6 +49,8 @@ FAULTS: list[tuple[Resize, AtFailpoint | AtRandom]] = [
     # Its image fails it: it is booted.
     (UP, AtFailpoint("engine.attached", "slot2", Act.KILL)),
     (DOWN, AtFailpoint("scale.before_commit", "", Act.STOP, 4.0)),
+    # A retained rank, with experts, in the first step of the new group.
+    (UP, AtFailpoint("engine.before_first_step", "slot1", Act.ERROR)),
     (Resize.UP_PARKED, AtRandom(Fault.LEASE_LOST, "coordinator")),
     (DOWN, AtRandom(Fault.STOP, "slot1", 0.2)),
 ]

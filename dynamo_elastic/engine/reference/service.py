@@ -34,6 +34,7 @@ CANARY_TOKENS = 8
 
 _DRAIN_POLL_S = 0.01
 _CANARY_TIMEOUT_S = 15.0
+_EXPERTS_POLL_S = 0.05
 _LOOP_TIMEOUT_S = 15.0
 """For the step loop to take in a call; a step may wait for a silent peer meanwhile."""
 
@@ -125,11 +126,20 @@ class ReferenceEngine:
         request = Request(request_id, CANARY_PROMPT, CANARY_TOKENS, temperature=0.0)
         try:
             await self._in_loop(lambda: self._loop.submit_always(request))
-            return await asyncio.wait_for(tokens, _CANARY_TIMEOUT_S)
+            async with asyncio.timeout(_CANARY_TIMEOUT_S):
+                while not tokens.done():
+                    self._require_experts()
+                    await asyncio.wait({tokens}, timeout=_EXPERTS_POLL_S)
+            return tokens.result()
         except TimeoutError as exc:
             raise EngineError(f"the canary did not end within {_CANARY_TIMEOUT_S:g} s") from exc
         finally:
             self._feed.drop(request_id)
+
+    def _require_experts(self) -> None:
+        current = self._loop.current
+        if current is not None and current.lost_experts:
+            raise EngineError(f"experts {list(current.lost_experts)} are lost with their rank")
 
     async def logits(self, prompt: Sequence[int]) -> list[float]:
         """After `prompt`, computed in a step of the group in force, to be compared with those of

@@ -541,6 +541,17 @@ async def test_an_engine_that_its_topology_does_not_know_is_not_adopted(bench: B
 
 
 @scenario
+async def test_a_canary_without_all_experts_is_nobodys_fault(bench: Bench) -> None:
+    await bench.join()
+    bench.engine.failures["canary"] = EngineError("experts [3] are lost with their rank")
+    ack = await bench.command(Step.CANARY)
+    assert ack.status is AckStatus.FAILED
+    bench.engine.lost_experts = (3,)
+    ack = await bench.command(Step.CANARY)
+    assert (ack.status, ack.payload) == (AckStatus.DONE, {"incomplete": True})
+
+
+@scenario
 async def test_peers_that_do_not_answer_are_told_of(bench: Bench) -> None:
     await bench.join()
     bench.engine.masked = (Rank(0),)
