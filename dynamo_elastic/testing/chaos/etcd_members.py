@@ -7,6 +7,7 @@ one client can be partitioned from all of etcd by two rules of a firewall.
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import os
@@ -18,7 +19,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from dynamo_elastic.errors import ResourceMissing
 
 _NETWORK = "198.18"
 """Of the range that RFC 2544 sets aside for tests of networks; nobody routes it."""
@@ -73,13 +76,15 @@ class EtcdMembers:
         self._bridge = _bridge(site)
         self._table = f"{self._bridge}_table"
         self._first = site * _SUBNET
+        self._lock: IO[str] | None = None
 
     def urls(self, client: int) -> tuple[str, ...]:
         """Where `client` finds the members."""
         return tuple(f"http://{m.address(client)}:{_CLIENT_PORT}" for m in self.members)
 
     def start(self) -> None:
-        """All members up, from nothing."""
+        """All members up, from nothing. Raises ResourceMissing while somebody else has the site."""
+        self._take_site()
         self._remove_network()
         _ip("link", "add", self._bridge, "type", "bridge")
         _ip("addr", "add", f"{_NETWORK}.{self._first}.1/18", "dev", self._bridge)
@@ -97,6 +102,8 @@ class EtcdMembers:
 
     def stop(self) -> None:
         """Nothing of it is left but logs. Idempotent."""
+        if self._lock is None:
+            return
         for member in self.members:
             self.untrace(member)
             if member.process is not None:
@@ -104,6 +111,20 @@ class EtcdMembers:
                 member.process.wait()
                 member.process = None
         self._remove_network()
+        self._lock.close()
+        self._lock = None
+
+    def _take_site(self) -> None:
+        """Another one there would have its network taken away."""
+        path = Path("/run/lock") / f"{self._bridge}.lock"
+        self._lock = path.open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            self._lock.close()
+            self._lock = None
+            remedy = "wait until it ends, or choose another one"
+            raise ResourceMissing(f"site {self._bridge} is in use", remedy=remedy) from exc
 
     def spawn(self, member: Member) -> None:
         """Start its process, on the data that it has."""
