@@ -44,7 +44,7 @@ REST_EVERY = 5
 RESTART_EVERY = 15
 """Resizes between two restarts."""
 
-HEAL_S = 90.0
+HEAL_S = 240.0
 """In this time the deployment is whole again, whatever was ended, or it hangs."""
 
 WINDOW_S = 20.0
