@@ -1,5 +1,7 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 PY := .venv/bin/python
+# Most tests wait for processes: two at a time take two thirds of the time on two cores.
+TWO := -n 2 --dist loadfile
 
 .PHONY: setup demo vllm-cpu demo-vllm-cpu test-vllm-cpu bench-vllm-cpu vllm-elastic-cpu test-vllm-elastic test test-all lint audit format docs docs-site screenshots bench planner-cycle soak sim fuzz clean
 
@@ -27,11 +29,11 @@ test-vllm-cpu: vllm-cpu
 	@$(PY) -m pytest -m vllm
 
 test: setup lint
-	@$(PY) -m pytest
+	@$(PY) -m pytest $(TWO)
 
 # Every kill in every phase, long cycles, the planner through all its restarts: about 17 minutes.
 test-all: setup lint
-	@$(PY) -m pytest -m ""
+	@$(PY) -m pytest $(TWO) -m ""
 
 lint: setup
 	@.venv/bin/ruff check .
