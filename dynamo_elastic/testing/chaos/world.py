@@ -168,8 +168,8 @@ def chaos_config(work_dir: Path, etcd: EtcdMembers) -> DeploymentConfig:
         },
         snapshot={"quarantine_s": 0.5},
         engine={"peer_timeout_s": 2.0},
-        # Dynamo's own processes end when their lease does: it outlives an outage of etcd of 30 s.
-        workers={"lease_ttl_s": 45},
+        # Dynamo's own processes give up after two thirds of their lease: more than 30 s without etcd.
+        workers={"lease_ttl_s": 60},
         coordinator={"api": {"port": free_port()}},
     )
     return config.model_copy(update={"run_dir": work_dir / "run"})
