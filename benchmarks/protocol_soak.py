@@ -155,11 +155,16 @@ def metrics_of(slices: Sequence[Slice]) -> dict[str, float]:
         "requests_failed": total("requests_failed"),
         "requests_unequal": total("requests_unequal"),
         "requests_moved": total("requests_moved"),
-        "rss_slope_bytes": round(sum(growth(slices, "rss_bytes").values())),
-        "fd_slope": round(sum(growth(slices, "fds").values()), 3),
-        "threads": round(sum(growth(slices, "threads").values()), 3),
         "etcd_keys_slope": round(keys_slope(slices), 3),
+        **growth_of(slices),
     }
+
+
+def growth_of(slices: Sequence[Slice]) -> dict[str, float]:
+    """Of all processes together; {} if none of them lived for long enough to tell."""
+    names = {"rss_slope_bytes": "rss_bytes", "fd_slope": "fds", "threads": "threads"}
+    found = {name: growth(slices, measure) for name, measure in names.items()}
+    return {name: round(sum(of.values()), 3) for name, of in found.items() if of}
 
 
 def detail_of(slices: Sequence[Slice]) -> dict[str, Any]:
