@@ -96,7 +96,7 @@ async def test_rank_that_left_joins_again_in_another_life(tmp_path: Path) -> Non
         await group.scale_up(3)
         first = (await leaver.generate(request)).tokens
         await group.scale_down(2)
-        assert (await leaver.client.status()).state is EngineState.LEFT
+        assert (await leaver.client.status()).state is EngineState.ATTACHED
         (leaver.control_dir / DETACHED_FILE).unlink()
         await leaver.client.detach()
         await leaver.attach()

@@ -71,7 +71,7 @@ def test_up_and_down_under_load(model: Path, oracle: Oracle, tmp_path: Path) -> 
             load.check(oracle)
             for worker in down.leavers:
                 status = await ranks.all[worker].client.status()
-                assert (status.state, status.kv_blocks_used) == (EngineState.LEFT, 0)
+                assert (status.state, status.kv_blocks_used) == (EngineState.ATTACHED, 0)
             statuses = await each(ranks.of(down.after), lambda e: e.client.status())
             assert [s.world_size for s in statuses] == [2, 2]
 

@@ -85,7 +85,7 @@ def test_full_disk_ends_an_export_and_an_import(mount: Path, tmp_path: Path) -> 
         export_image(catalog, "slot0-a", mount / "a.tar")
     assert list(mount.iterdir()) == []
     export_image(catalog, "slot0-a", tmp_path / "a.tar")
-    small = Catalog(mount / "images")
+    small = Catalog(mount / "images", catalog.trust)
     with pytest.raises(SnapshotError, match="No space left"):
         import_image(small, tmp_path / "a.tar")
     assert small.entries() == {}

@@ -105,7 +105,7 @@ ring = ctypes.CDLL(None).syscall(425, 4, ctypes.create_string_buffer(120))
 assert ring > 0""",
     "pidfd can't be in an image": "fd = os.pidfd_open(os.getpid())",
     "a pipe to another process": "r, w = os.pipe(); os.close(r)",
-    "/kmsg): a device": 'd = open("/dev/kmsg")',
+    "/fuse): a device": 'd = open("/dev/fuse")',
     "/uverbs0): a device": 'd = open(control + "/uverbs0")',
     "a file outside the control directory": 'f = open("/etc/hostname")',
     "a deleted file": """
@@ -134,8 +134,8 @@ for _ in range(25): threading.Thread(target=time.sleep, args=(600,), daemon=True
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refused(victims: Victims, reason: str) -> None:
     if "uverbs0" in reason:
-        # A device is one wherever its node is: this has the numbers of /dev/kmsg.
-        os.mknod(victims.directory / "uverbs0", stat.S_IFCHR | 0o600, os.makedev(1, 11))
+        # A device is one wherever its node is: this has the numbers of /dev/fuse.
+        os.mknod(victims.directory / "uverbs0", stat.S_IFCHR | 0o600, os.makedev(10, 229))
     found = victims.findings(REFUSED[reason])
     assert any(reason in finding for finding in found), found
 

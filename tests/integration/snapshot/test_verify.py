@@ -94,18 +94,18 @@ def to_link(path: Path, moved: Path) -> None:
 
 
 def rewrite(directory: Path, **changes: Any) -> None:
-    """A manifest that is whole in itself, and lies."""
+    """A manifest that is whole in itself, and lies; signed by this host, as a wrong signature would
+    be found first."""
     path = directory / MANIFEST_FILE
-    path.write_bytes(encode(replace(decode(path.read_bytes(), ""), **changes)))
+    manifest = encode(replace(decode(path.read_bytes(), ""), **changes))
+    path.write_bytes(manifest)
+    (directory / SIGNATURE_FILE).write_bytes(Trust(host_key(directory.parent)).sign(manifest))
 
 
 def lie_about_digest(directory: Path) -> None:
-    """Signed by this host, too: a wrong signature would be found before."""
     manifest = decode((directory / MANIFEST_FILE).read_bytes(), "")
     first, *rest = manifest.files
     rewrite(directory, files=(replace(first, digest="0" * 32), *rest))
-    signature = Trust(host_key(directory.parent)).sign((directory / MANIFEST_FILE).read_bytes())
-    (directory / SIGNATURE_FILE).write_bytes(signature)
 
 
 def point_outside(directory: Path) -> None:
