@@ -45,6 +45,7 @@ def oracle(model: Path) -> Oracle:
     return Oracle(model, TILE)
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 def test_up_after_down_works_every_time(model: Path, oracle: Oracle, tmp_path: Path) -> None:
     """vllm#37357: 2 -> 4 -> 2 -> 4 under load: ranks that left come back, in the same processes and
@@ -78,6 +79,7 @@ def held(ranks: Fleet[EngineProcess]) -> tuple[int, int, int]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 def test_cycles_hold_nothing_and_experts_go_on_moving(model: Path, tmp_path: Path) -> None:
     """vllm#37131: a cycle ends with what it began with, in groups, threads and memory, and experts

@@ -165,7 +165,7 @@ def test_a_coordinator_that_hung_past_its_lease_does_no_harm(
 
 def test_a_bad_setting_is_one_line_and_not_zero(tmp_path: Path) -> None:
     async def main() -> None:
-        config = write_config(tmp_path, "bad", "https://nowhere")
+        config = write_config(tmp_path, "bad", "ftp://nowhere")
         async with process(config) as child, asyncio.timeout(TIMEOUT_S):
             assert await child.wait() == 1
         lines = config.with_suffix(".log").read_text().splitlines()
