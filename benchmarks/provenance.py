@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+_ROOT = Path(__file__).absolute().parent.parent
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("torch", "triton", "cuda-bindings", "nixl-cu13", "ai-dynamo", "cslab-etcd3", "numpy")
 
@@ -24,7 +25,7 @@ def write_result(benchmark: str, metrics: dict[str, float], detail: Any) -> Path
         "benchmark": benchmark,
         "date": date,
         "commit": _commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *_program(sys.argv[0]), *sys.argv[1:]]),
         "hardware": _hardware(),
         "versions": _versions(),
         "metrics": metrics,
@@ -34,6 +35,17 @@ def write_result(benchmark: str, metrics: dict[str, float], detail: Any) -> Path
     path = RESULTS / f"{benchmark}-{date}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def _program(path: str) -> list[str]:
+    """As it is called from the repository's root, wherever that is."""
+    absolute = Path(path).absolute()
+    if not absolute.is_relative_to(_ROOT):
+        return [path]
+    relative = absolute.relative_to(_ROOT)
+    if relative.name != "__main__.py":
+        return [str(relative)]
+    return ["-m", ".".join(relative.parent.parts)]
 
 
 def _commit() -> str:
