@@ -34,6 +34,7 @@ from dynamo_elastic.testing.chaos.checker import check_serving, check_writes
 from dynamo_elastic.testing.chaos.history import History, Write
 from dynamo_elastic.testing.chaos.recorder import Recorder
 from dynamo_elastic.testing.cycles import Footprints, MovedRequests, footprints
+from dynamo_elastic.testing.rest import NotAtRest, at_rest, unrest
 
 REST_WIDTH = 1
 """At which footprints are taken: the same each time, as every rank holds something."""
@@ -222,15 +223,10 @@ class Walk:
         raise OutcomeUnknown(f"decision {number.decode()} is not acknowledged")
 
     async def _whole(self, deadline_s: float) -> Status:
-        why = "etcd does not answer"
-        while time.monotonic() < deadline_s:
-            with suppress(StoreError):
-                status = await self.status()
-                why = unrest(status)
-                if not why:
-                    return status
-            await asyncio.sleep(_POLL_S)
-        raise ElasticError(f"not whole after {HEAL_S:g} s: {why}")
+        try:
+            return await at_rest(self.status, _unrest, deadline_s=deadline_s, poll_s=_POLL_S)
+        except NotAtRest as exc:
+            raise ElasticError(f"not whole after {HEAL_S:g} s: {exc}") from exc
 
     async def status(self) -> Status:
         return await read_status(self.deployment.store, self.deployment.keys)
@@ -301,16 +297,10 @@ class Walk:
         self.result.violations += [f"{v.rule}: {v.what}" for v in found]
 
 
-def unrest(status: Status) -> str:
-    """Why a deployment is not at rest; '' if it is."""
-    if status.operation is not None:
-        return f"{status.operation.operation_id} is in {status.operation.phase}"
-    if not status.leader:
-        return "nobody leads"
-    if status.withdrawn is not None or status.in_force is None:
-        return "no decided topology is served"
-    if lost := status.lost_reasons():
-        return f"lost: {lost}"
+def _unrest(status: Status) -> str:
+    """Nothing stands in the way of what is wanted, too."""
+    if why := unrest(status):
+        return why
     waits = status.target is not None and status.target.ranks != status.width
     return f"{status.width} ranks: {status.notice}" if waits and status.notice else ""
 

@@ -28,6 +28,7 @@ from dynamo_elastic.testing.chaos.scenario import (
     cast,
 )
 from dynamo_elastic.testing.chaos.world import World
+from dynamo_elastic.testing.rest import NotAtRest, at_rest, unrest
 
 HANG_S = 60.0
 """Everything that a run waits for comes in this time, or the run hangs."""
@@ -186,27 +187,16 @@ async def at_width(world: World, ranks: int) -> None:
 
 
 async def _at_rest(world: World, deadline_s: float) -> Status:
-    why = "etcd does not answer"
-    while time.monotonic() < deadline_s:
-        with suppress(StoreError):
-            status = await world.status()
-            why = unrest(status)
-            if not why:
-                return status
-        await asyncio.sleep(_POLL_S)
-    raise Hang(f"after {HANG_S:g} s: {why}")
+    try:
+        return await at_rest(world.status, _unrest, deadline_s=deadline_s, poll_s=_POLL_S)
+    except NotAtRest as exc:
+        raise Hang(f"after {HANG_S:g} s: {exc}") from exc
 
 
-def unrest(status: Status) -> str:
-    """Why a deployment is not at rest; '' if it is."""
-    if status.operation is not None:
-        return f"{status.operation.operation_id} is in {status.operation.phase}"
-    if not status.leader:
-        return "nobody leads"
-    if status.withdrawn is not None or status.in_force is None:
-        return "no decided topology is served"
-    if status.lost_reasons():
-        return f"lost: {status.lost_reasons()}"
+def _unrest(status: Status) -> str:
+    """Every shell is where it belongs, too."""
+    if (why := unrest(status)) or status.in_force is None:
+        return why
     states = {w: m.state for w, m in status.members.items()}
     members = status.in_force.worker_ids
     wanted = {

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from dynamo_elastic.engine.base import EngineState, Finish, Request
-from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.engine.reference.oracle import Oracle
 from dynamo_elastic.errors import EngineGone
-from dynamo_elastic.testing.engine_process import SMALL_SHAPE, EngineProcess, engine_config
+from dynamo_elastic.testing.engine_process import EngineProcess, engine_config
 from dynamo_elastic.testing.fleet import (
     SHAPE,
-    TILE,
     TIMEOUT_S,
     FleetLoad,
     each,
@@ -26,18 +24,6 @@ from dynamo_elastic.topology import PlanInput, plan_replacement
 from dynamo_elastic.types import Epoch, WorkerId
 
 pytestmark = pytest.mark.nixl
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory, SMALL_SHAPE, seed=5)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model, TILE)
 
 
 def test_two_ranks_say_what_one_says(model: Path, oracle: Oracle, tmp_path: Path) -> None:

@@ -11,30 +11,17 @@ from pathlib import Path
 import pytest
 
 from dynamo_elastic.engine.base import EngineState, Request
-from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.engine.reference.oracle import Oracle
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.failpoints import KILL_ONCE_DIR
-from dynamo_elastic.testing.engine_process import SMALL_SHAPE, EngineProcess
-from dynamo_elastic.testing.fleet import TILE, Fleet, FleetLoad, each, fleet, masked
+from dynamo_elastic.testing.engine_process import EngineProcess
+from dynamo_elastic.testing.fleet import Fleet, FleetLoad, each, fleet, masked
 from dynamo_elastic.types import Epoch, WorkerId
 
 pytestmark = pytest.mark.nixl
 
 FIRST, SECOND, JOINER = (WorkerId(f"slot{k}") for k in range(3))
 PEER_TIMEOUT_S = 1.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory, SMALL_SHAPE, seed=5)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model, TILE)
 
 
 async def steps_on(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 from dynamo_elastic.comm.expert_rules import PeerState
 from dynamo_elastic.engine.base import Finish, Request
 from dynamo_elastic.engine.reference.gpu_group import BufferGroup
-from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.errors import PeerLost, PeerUnreachable
 from dynamo_elastic.testing.buffer_ranks import BUFFER_MODEL, BufferRank, BufferRanks
 from dynamo_elastic.testing.expert_buffer import FakeExpertWorld
@@ -21,25 +20,6 @@ from dynamo_elastic.types import Rank
 EXPERTS = BUFFER_MODEL.num_experts
 HALF = EXPERTS // 2
 New = Callable[[int, Sequence[int]], BufferRank]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory, BUFFER_MODEL, seed=3)
-    return directory
-
-
-@pytest.fixture
-def world() -> FakeExpertWorld:
-    return FakeExpertWorld()
-
-
-@pytest.fixture
-def ranks() -> Iterator[BufferRanks]:
-    made = BufferRanks()
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from dynamo_elastic.engine.reference.device import StepResult
 from dynamo_elastic.engine.reference.experts import Placement
 from dynamo_elastic.engine.reference.gpu_experts import NOBODY, expert_table, stack_experts
 from dynamo_elastic.engine.reference.gpu_steps import tile_sizes
-from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.testing.buffer_ranks import BUFFER_MODEL, BufferRank, BufferRanks
 from dynamo_elastic.testing.expert_buffer import FakeExpertWorld
 from dynamo_elastic.topology import EMPTY, Member, Topology
@@ -27,25 +25,6 @@ EXPERTS = BUFFER_MODEL.num_experts
 HALF = EXPERTS // 2
 NOTHING = StepResult(np.empty((0, 0), dtype=np.float32), lost=True)
 PROMPTS = {"a": (1, 9, 4, 30), "b": (7, 7, 2), "c": (50, 3, 12, 18, 40, 5)}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory, BUFFER_MODEL, seed=3)
-    return directory
-
-
-@pytest.fixture
-def world() -> FakeExpertWorld:
-    return FakeExpertWorld()
-
-
-@pytest.fixture
-def ranks() -> Iterator[BufferRanks]:
-    made = BufferRanks()
-    yield made
-    made.close()
 
 
 def request(name: str, tokens: int = 8) -> Request:
