@@ -82,7 +82,7 @@ def parallel_config(rank: int, size: int, port: int, rpc_port: int) -> Any:
         _data_parallel_master_port_list=[], _coord_store_port=port, data_parallel_external_lb=True,
         data_parallel_rpc_port=rpc_port, enable_elastic_ep=True, elastic_ep_max_dp_size=4,
         use_all2all=False, all2all_backend="nixl_ep", cpu_distributed_timeout=None,
-        eplb_config=types.SimpleNamespace(num_redundant_experts=0), world_size=1,
+        eplb_config=types.SimpleNamespace(num_redundant_experts=EXPERTS), world_size=1,
         tensor_parallel_size=1, enable_eplb=True,
     )  # fmt: skip
 
@@ -111,6 +111,8 @@ class Scheduler:
 
 class Scaling(our_worker.ElasticScaling):
     """The worker's part: real groups, real weights and map; no model that could be switched."""
+
+    all2all = False
 
     def prepare_reconfiguration(self, request: Any, use_all2all: bool) -> None:
         self._wait_for_group_cleanup()

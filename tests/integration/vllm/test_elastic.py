@@ -35,11 +35,20 @@ class Ranks:
         self._process = process
         self._said: list[dict[str, Any]] = []
         self._queue: Queue[dict[str, Any]] = Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         for line in self._process.stdout or ():
             self._queue.put(json.loads(line))
+
+    def finish(self) -> None:
+        """They end, and nothing of them is left open."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+        self._reader.join(timeout=10)
+        self._process.stdout.close()
 
     def tell(self, **command: Any) -> None:
         assert self._process.stdin is not None
@@ -133,9 +142,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     found = Ranks(process)
     found.missing = found.hear(lambda words: "ready" in words, IMPORT_TIMEOUT_S)["missing"]
     yield found
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(timeout=30)
+    found.finish()
+    log.close()
 
 
 @pytest.fixture
@@ -225,6 +233,25 @@ def test_a_leaver_comes_back(ranks: Ranks) -> None:
             assert back["mapping"] == [[0, 1, 2, 3]] * 2
             assert back["tokens"] > tokens
             assert back["width"] == retained["width"] == 3
+    finally:
+        group.lose(*sorted(group.alive))
+
+
+def test_one_rank_serves_alone_and_is_joined_again(ranks: Ranks) -> None:
+    """Each rank has slots for all experts, so that one is enough."""
+    group = Group(ranks, DYNAMO_ELASTIC_VLLM_PARK_LEAVERS="1")
+    try:
+        for _ in range(2):
+            assert [a["error"] for a in group.scale(1, (0, 1))] == ["", ""]
+            alone = group.facts(0)
+            assert alone["width"] == 1
+            ranks.tell(to=1, do="attach")
+            (answer,) = group.scale(2, (0,))
+            assert (answer["error"], answer["width"]) == ("", 2)
+            assert answer["tokens"] > alone["tokens"]
+            attached = ranks.hear(lambda w: bool(w.get("attached")))
+            assert attached["error"] == ""
+            assert group.facts(1)["dense"] == pytest.approx(group.facts(0)["dense"])
     finally:
         group.lose(*sorted(group.alive))
 

@@ -17,6 +17,7 @@ from vllm.v1.engine import core_client
 from dynamo_elastic.engine.vllm.elastic.guard import Stage
 from dynamo_elastic.engine.vllm.elastic.meeting import EPOCH_KEY, publish_error
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
+from dynamo_elastic.engine.vllm.v0_33 import routes
 from dynamo_elastic.errors import EngineError
 
 _log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
 
     def __init__(self, client: Any) -> None:
         super().__init__(client)
+        routes.install()  # Made before vLLM puts its routers into the application.
         self._settings = ElasticSettings.from_environment()
         type(self).poll_s = self._settings.poll_s
         self._leavers: tuple[Any, list[str]] | None = None
@@ -68,16 +70,19 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
                 raise EngineError(f"the operation was undone: {exc}") from exc
             raise
 
-    async def attach(self) -> None:
+    async def attach(self) -> dict[str, float]:
         """This rank, which has left, joins the group that scales up to it; requests that come from
-        now on wait for the commit. Raises RuntimeError if it did not come to be ready."""
+        now on wait for the commit. Returns the seconds of each part. Raises RuntimeError if it did
+        not come to be ready."""
         told = await self.client.call_utility_async("attach_elastic_ep")
+        seconds: dict[str, float] = told.pop("seconds")
         parallel = self.client.vllm_config.parallel_config
         parallel.eplb_config.num_redundant_experts = told.pop("num_redundant_experts")
         for name, value in told.items():
             setattr(parallel, name, value)
         self.active_epoch = self.active_reconfig_store = None
         set_elastic_ep_rank_retired(False)
+        return seconds
 
     def abort(self, error: str) -> None:
         super().abort(error)

@@ -12,6 +12,7 @@ from vllm.v1.engine import core
 
 from dynamo_elastic.engine.vllm.elastic.groups import close_gloo
 from dynamo_elastic.engine.vllm.elastic.guard import Stage
+from dynamo_elastic.engine.vllm.elastic.laps import Laps
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import handshake
 from dynamo_elastic.engine.vllm.v0_33.operation import EXECUTE, ElasticState, connect_engines
@@ -52,28 +53,34 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
 
     def attach_elastic_ep(self) -> dict[str, Any]:
         """A rank that has left joins the group that scales up to it, as a joiner of vLLM's does;
-        serving starts with the commit. Returns what its front end has to know. A utility call.
-        Raises EngineError, and is out of any group, if it does not come to be ready."""
+        serving starts with the commit. Returns what its front end has to know, and under "seconds"
+        where the time went. A utility call. Raises EngineError, and is out of any group, if it does
+        not come to be ready."""
         if self.dp_group is not None:
             raise EngineError(f"rank {self.engine_index} is in a group")
         parallel = self.vllm_config.parallel_config
         own_bytes = self.available_gpu_memory_for_kv_cache
+        laps = Laps()
         try:
             with handshake.greeted(parallel, self.engine_index):
+                laps.mark("handshake")
                 self._init_data_parallel(self.vllm_config)
+                laps.mark("engines")
                 told = {name: getattr(parallel, name) for name in handshake.TOLD}
-                self.model_executor.collective_rpc(EXECUTE, args=("attach", told))
+                (worker,) = self.model_executor.collective_rpc(EXECUTE, args=("attach", told))
+                laps.mark("worker")
                 self._eep_scale_up_before_kv_init()
-                if self.available_gpu_memory_for_kv_cache < own_bytes:
-                    raise EngineError("the group's KV caches are smaller than that of this rank")
+                laps.mark("weights")
         except Exception as exc:
             self.eep_scaling_state = None
             self.leave_group()
             self.model_executor.collective_rpc(EXECUTE, args=("switch_and_remove",))
             raise EngineError(f"rank {self.engine_index} did not join: {exc}") from exc
+        # It has a KV cache already, whatever room there is on the other ranks.
         self.available_gpu_memory_for_kv_cache = own_bytes
         redundant = parallel.eplb_config.num_redundant_experts
-        return told | {"num_redundant_experts": redundant}
+        seconds = laps.s | {f"worker: {part}": s for part, s in worker.items()}
+        return told | {"num_redundant_experts": redundant, "seconds": seconds}
 
     def _has_global_unfinished_reqs(self, local_unfinished: bool) -> bool:
         """As vLLM's, with a third number: while any rank scales or pauses, all exchange at every

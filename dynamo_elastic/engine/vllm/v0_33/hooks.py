@@ -32,6 +32,8 @@ _CORE = "vllm.v1.engine.core"
 _CLIENT = "vllm.v1.engine.core_client"
 _EEP = "vllm.distributed.elastic_ep"
 _EXTERNAL = f"{_EEP}.external_elastic_ep"
+_MIDDLEWARE = "vllm.entrypoints.serve.elastic_ep.middleware"
+_EXPERTS = "vllm.model_executor.layers.fused_moe"
 _EPLB = "vllm.distributed.eplb.eplb_state"
 
 HOOKS: tuple[Hook, ...] = (
@@ -96,6 +98,7 @@ HOOKS: tuple[Hook, ...] = (
         commit_scale_up="self is_existing_worker",
         commit_scale_down="self new_dp_size removing",
         _warm_target_groups="self dp_group ep_group",
+        _make_eep_moe_config="self module dp_group ep_group",
         _start_group_cleanup="self groups",
         _release_cuda_graphs="self",
     ),
@@ -112,23 +115,39 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_EPLB, "compute_logical_maps", ("physical_to_logical_map", "num_logical_experts")),
     Hook(_EPLB, "_commit_eplb_maps", ("model_state", "new_physical_to_logical_map")),
     *_methods(_EPLB, "EplbState", drain_async="self", start_async_loop="self"),
-    Hook("vllm.entrypoints.serve.elastic_ep.middleware", "set_scaling_elastic_ep"),
+    Hook(_MIDDLEWARE, "set_scaling_elastic_ep"),
+    Hook(_MIDDLEWARE, "set_elastic_ep_rank_retired"),
+    Hook(_EXPERTS + ".routed_experts", "RoutedExperts.update_expert_map_info", ("self",)),
+    Hook(_EXPERTS + ".expert_map_manager", "ExpertMapManager.expert_map"),
 )  # fmt: skip
-"""All of them; the subclasses of this package use no other private name."""
+"""Those of every process; the subclasses of this package use no other private name."""
+
+ROUTE_HOOKS: tuple[Hook, ...] = (
+    Hook(_MIDDLEWARE, "_SCALING_OBSERVABILITY_PATHS"),
+    Hook("vllm.entrypoints.serve.elastic_ep.api_router", "router"),
+)
+"""Those of the API process: others would import its server for nothing."""
 
 
-def missing_hooks(load: Callable[[str], Any] = importlib.import_module) -> list[str]:
+def missing_hooks(
+    load: Callable[[str], Any] = importlib.import_module,
+    hooks: tuple[Hook, ...] = HOOKS + ROUTE_HOOKS,
+) -> list[str]:
     """What is not as we know it, one line each; `load` imports a module."""
-    return [fault for hook in HOOKS if (fault := _fault(hook, load))]
+    return [fault for hook in hooks if (fault := _fault(hook, load))]
 
 
-def check_hooks(release: str, load: Callable[[str], Any] = importlib.import_module) -> None:
-    """Return if this vLLM has all of HOOKS. Raises ConfigError naming what it lacks."""
+def check_hooks(
+    release: str,
+    load: Callable[[str], Any] = importlib.import_module,
+    hooks: tuple[Hook, ...] = HOOKS,
+) -> None:
+    """Return if this vLLM has all of `hooks`. Raises ConfigError naming what it lacks."""
     if not release.startswith(f"{RELEASE}."):
         raise ConfigError(
             [f"vllm: {release} is not {RELEASE}, for which this adapter was made; install that one"]
         )
-    missing = missing_hooks(load)
+    missing = missing_hooks(load, hooks)
     if missing:
         raise ConfigError(
             [f"vllm {release}: {fault}; this adapter can't be used" for fault in missing]

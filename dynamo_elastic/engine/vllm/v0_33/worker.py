@@ -21,10 +21,11 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.version import __version__
 
 from dynamo_elastic.engine.vllm.elastic.graphs import CapturedGraphs
+from dynamo_elastic.engine.vllm.elastic.laps import Laps
 from dynamo_elastic.engine.vllm.elastic.links import receive_tensors, send_tensors
 from dynamo_elastic.engine.vllm.elastic.placement import is_complete, logical_maps
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
-from dynamo_elastic.engine.vllm.v0_33 import buffer, groups
+from dynamo_elastic.engine.vllm.v0_33 import alone, buffer, groups
 from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
 
 _ABORT_WAIT_S = 0.2
@@ -38,6 +39,8 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
     """The worker's part of an operation. All that takes long happens while the rank serves; a
     commit is a change of pointers, masks and maps."""
 
+    all2all = True
+    """Whether groups of experts dispatch; vLLM's own answer is no for a group of one."""
     _async_future: Any
     """vLLM's own: what its thread of preparations is at."""
 
@@ -50,7 +53,7 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
 
     def prepare_reconfiguration(self, reconfig_request: Any, use_all2all: bool) -> None:
         with groups.operation(self._over):
-            super().prepare_reconfiguration(reconfig_request, use_all2all)
+            super().prepare_reconfiguration(reconfig_request, self.all2all)
 
     def start_async(self, execute_method: str, *args: Any, **kwargs: Any) -> str:
         self._over = threading.Event()
@@ -112,6 +115,18 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
 
     # The commit.
 
+    def _make_eep_moe_config(self, module: Any, dp_group: Any, ep_group: Any) -> Any:
+        made = super()._make_eep_moe_config(module, dp_group, ep_group)
+        if ep_group.world_size > 1:
+            return made
+        return alone.with_experts_of_its_own(made, module.moe_config)
+
+    def switch_and_prepare(self) -> tuple[Any, ...]:
+        retired: tuple[Any, ...] = super().switch_and_prepare()
+        layers = [m for m in self._model().modules() if is_moe_layer(m)]
+        alone.keep_expert_maps(layers, self.worker.device)
+        return retired
+
     def commit_scale_up(self, is_existing_worker: bool) -> None:
         """Experts come to the joiners later, in the background, by vLLM's own rebalancing."""
         retired: tuple[Any, ...] = ()
@@ -169,9 +184,10 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
 
     # A rank that has left comes back.
 
-    def attach(self, told: dict[str, Any]) -> None:
+    def attach(self, told: dict[str, Any]) -> dict[str, float]:
         """Groups with the ranks that it joins, an expert buffer, and maps of their size; weights
-        come with prepare_new_worker(), graphs with warmup_new_worker()."""
+        come with prepare_new_worker(), graphs with warmup_new_worker(). Returns seconds by part."""
+        laps = Laps()
         config = self.worker.vllm_config
         parallel = config.parallel_config
         for name, value in told.items():
@@ -188,11 +204,16 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
                 new_world_size_across_dp=size * parallel.world_size,
                 master_ip=parallel.data_parallel_master_ip,
                 coord_store_port=parallel._coord_store_port,
-                use_all2all=parallel.use_all2all,
+                use_all2all=self.all2all,
             )
+            laps.mark("groups")
             self._renew_buffer()
+            laps.mark("buffer")
             self._prepare_eplb_communicator(standby_state.get_standby_eplb_group())
+            laps.mark("expert moves")
             self.switch_and_prepare()
+            laps.mark("switch")
+        return laps.s
 
     def _renew_buffer(self) -> None:
         """All layers use a new buffer, which is connected to every rank."""
