@@ -44,7 +44,8 @@ class Ranks:
 
     def finish(self) -> None:
         """They end, and nothing of them is left open."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
         self._reader.join(timeout=10)

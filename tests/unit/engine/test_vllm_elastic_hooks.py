@@ -10,14 +10,19 @@ import pytest
 from dynamo_elastic.engine.vllm.elastic.flags import EXECUTOR, WORKER, elastic_flags
 from dynamo_elastic.engine.vllm.elastic.graphs import CapturedGraphs
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
-from dynamo_elastic.engine.vllm.v0_33.hooks import HOOKS, check_hooks, missing_hooks
+from dynamo_elastic.engine.vllm.v0_33.hooks import (
+    HOOKS,
+    ROUTE_HOOKS,
+    check_hooks,
+    missing_hooks,
+)
 from dynamo_elastic.errors import ConfigError
 
 
 def whole_vllm() -> dict[str, Any]:
-    """Modules that have all of HOOKS, and nothing else."""
+    """Modules that have all hooks, and nothing else."""
     modules: dict[str, Any] = {}
-    for hook in HOOKS:
+    for hook in HOOKS + ROUTE_HOOKS:
         place: Any = modules.setdefault(hook.module, types.SimpleNamespace())
         *owners, name = hook.name.split(".")
         for owner in owners:
