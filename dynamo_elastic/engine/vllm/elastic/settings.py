@@ -4,7 +4,7 @@ its processes are started by vLLM, and inherit nothing else."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,26 +27,30 @@ class ElasticSettings:
     """Between two looks at the store."""
     rebalance_after_steps: int = 100
     """From a commit to the first rebalancing of experts, in steps of the engine."""
-    park_leavers: int = 0
-    """1: a rank that leaves lets go of its peers and lives on, to be parked; 0: it ends."""
+    park_leavers: bool = False
+    """A rank that leaves lets go of its peers and lives on, to be parked; else it ends."""
+    rebind_graphs: bool = True
+    """A rank that comes back goes on with the graphs that it has; else it captures them again."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> ElasticSettings:
         """DYNAMO_ELASTIC_VLLM_PREPARE_TIMEOUT_S and so on. Raises ConfigError naming all that are
-        unknown or no numbers above 0."""
+        unknown, no numbers above 0, or neither 0 nor 1 where that is asked."""
         given = os.environ if environment is None else environment
         known = {f"{PREFIX}{f.name.upper()}": f for f in fields(cls)}
         faults: list[str] = []
         values: dict[str, Any] = {}
         for variable in sorted(name for name in given if name.startswith(PREFIX)):
             field = known.get(variable)
-            number = _number(given[variable])
             if field is None:
                 faults.append(f"{variable}: unknown; there are {', '.join(sorted(known))}")
-            elif number is None:
-                faults.append(f"{variable}: {given[variable]!r} is no number above 0")
+                continue
+            read, wanted = _READERS[str(field.type)]
+            value = read(given[variable])
+            if value is None:
+                faults.append(f"{variable}: {given[variable]!r} is {wanted}")
             else:
-                values[field.name] = int(number) if field.type == "int" else number
+                values[field.name] = value
         if faults:
             raise ConfigError(faults)
         return cls(**values)
@@ -58,3 +62,15 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return number if 0 < number < float("inf") else None
+
+
+def _count(text: str) -> int | None:
+    number = _number(text)
+    return None if number is None else int(number)
+
+
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "float": (_number, "no number above 0"),
+    "int": (_count, "no number above 0"),
+    "bool": ({"0": False, "1": True}.get, "neither 0 nor 1"),
+}

@@ -60,7 +60,7 @@ class ElasticState(_UpstreamState):  # type: ignore[misc, valid-type]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = ElasticSettings.from_environment()
-        self.guard = Guard(self, self, parks=bool(self.settings.park_leavers))
+        self.guard = Guard(self, self, parks=self.settings.park_leavers)
         self._over = threading.Event()
         self._done_keys: list[str] | None = None
         self._opening: Future[Any] | None = None

@@ -7,7 +7,8 @@ needs to know is a probe: two layers' dispatch and combine, called the way vLLM'
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,9 +30,81 @@ def span_of(buffer: Any) -> Span:
     return Span(memory.data_ptr(), memory.numel(), torch.cuda.current_device())
 
 
-def probe(driver: CudaGraphDriver, buffer: Any, end: Any, hidden: int, top_k: int) -> Probe:
-    """Of `buffer`, whose peers are all masked. Raises RebindRefused."""
-    return driver.probe(_layers(buffer, end, hidden, top_k), span_of(buffer), 0)
+class Rebinding:
+    """The graphs of this rank, and how they use the buffer that the layers have now: read while
+    there is one, used when there is another. The rank must be out of any group, or idle."""
+
+    def __init__(self, model: Any, hidden: int, top_k: int, graphs: list[Any]) -> None:
+        """Reads all graphs, which takes seconds. Raises EngineError without a buffer, and
+        RebindRefused if they could never be rebound."""
+        began_s = time.monotonic()
+        self._model, self._hidden, self._top_k = model, hidden, top_k
+        self._driver = CudaGraphDriver()
+        self._rebinder = GraphRebinder(self._driver, graphs, self._probe(_state().buffer))
+        self.facts: dict[str, Any] = {
+            "graphs": len(graphs),
+            "nodes": self._rebinder.node_count,
+            "read_s": round(time.monotonic() - began_s, 4),
+        }
+
+    def _probe(self, buffer: Any) -> Probe:
+        end = next(layer_ends(self._model), None)
+        if end is None:
+            raise EngineError("this model has no layers of experts")
+        with alone(buffer):
+            run = _layers(buffer, end, self._hidden, self._top_k)
+            return self._driver.probe(run, span_of(buffer), 0)
+
+    def check(self) -> dict[str, Any]:
+        """Whether the graphs could be rebound to a buffer made now; changes none of them."""
+        end = next(layer_ends(self._model))
+        fresh, began_s = new_buffer(_state(), end, self._hidden), time.monotonic()
+        try:
+            self._rebinder.check(self._probe(fresh))
+            said = "they could be rebound"
+        except RebindRefused as exc:
+            said = f"refused: {exc}"
+        finally:
+            torch.accelerator.synchronize()
+            fresh.destroy()
+        return self.facts | {"said": said, "check_s": round(time.monotonic() - began_s, 4)}
+
+    def rebind(self) -> dict[str, Any]:
+        """The graphs use the buffer that the layers have now. Raises RebindRefused with the graphs
+        as they were, or RebindFailed with graphs that must not be replayed."""
+        began_s = time.monotonic()
+        rebound = self._rebinder.rebind(self._probe(_state().buffer))
+        written = {kind.value: count for kind, count in rebound.written.items()}
+        seconds = round(time.monotonic() - began_s, 4)
+        return {"written": written, "moved": rebound.moved, "rebind_s": seconds}
+
+
+def _state() -> Any:
+    state = NixlEPAll2AllManager._buffer
+    if state is None:
+        raise EngineError("this rank has no expert buffer")
+    return state
+
+
+@contextmanager
+def alone(buffer: Any) -> Iterator[None]:
+    """Peers that are in use are masked meanwhile: what is dispatched reaches nobody."""
+    mask = torch.zeros(_state().max_num_ep_ranks, device="cuda", dtype=torch.int32)
+    buffer.query_mask_buffer(mask)
+    torch.accelerator.synchronize()
+    used = [rank for rank, masked in enumerate(mask.tolist()) if not masked]
+    peers = [rank for rank in used if rank != buffer.rank]
+    _mask(buffer, peers, mask=True)
+    try:
+        yield
+    finally:
+        _mask(buffer, peers, mask=False)
+
+
+def _mask(buffer: Any, ranks: list[int], *, mask: bool) -> None:
+    for rank in ranks:
+        buffer.update_mask_buffer(rank, mask=mask)
+    torch.accelerator.synchronize()
 
 
 def _layers(buffer: Any, end: Any, hidden: int, top_k: int) -> Callable[[], None]:
@@ -56,34 +129,3 @@ def _layers(buffer: Any, end: Any, hidden: int, top_k: int) -> Callable[[], None
             finished()
 
     return run
-
-
-def check(model: Any, hidden: int, top_k: int, manager: Any, graphs: list[Any]) -> dict[str, Any]:
-    """Whether `graphs` could be rebound to a buffer made now; changes none of them. The group must
-    be idle: the probes run with every peer masked."""
-    end = next(layer_ends(model), None)
-    state = NixlEPAll2AllManager._buffer
-    if end is None or state is None:
-        raise EngineError("this rank has no expert buffer")
-    driver, began_s = CudaGraphDriver(), time.monotonic()
-    with manager.mask_remote_ranks():
-        old = probe(driver, state.buffer, end, hidden, top_k)
-    rebinder = GraphRebinder(driver, graphs, old)
-    read_s = time.monotonic() - began_s
-    fresh = new_buffer(state, end, hidden)
-    try:
-        began_s = time.monotonic()
-        rebinder.check(probe(driver, fresh, end, hidden, top_k))
-        said = "they could be rebound"
-    except RebindRefused as exc:
-        said = f"refused: {exc}"
-    finally:
-        torch.accelerator.synchronize()
-        fresh.destroy()
-    return {
-        "said": said,
-        "graphs": len(graphs),
-        "nodes": rebinder.node_count,
-        "read_s": round(read_s, 4),
-        "check_s": round(time.monotonic() - began_s, 4),
-    }

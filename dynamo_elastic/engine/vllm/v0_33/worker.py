@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import threading
-from collections import Counter
 from contextlib import suppress
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.distributed.elastic_ep import standby_state
 from vllm.distributed.elastic_ep.elastic_execute import ElasticEPScalingExecutor
 from vllm.distributed.eplb import eplb_state as eplb
@@ -27,6 +25,7 @@ from dynamo_elastic.engine.vllm.elastic.placement import is_complete, logical_ma
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import alone, buffer, groups
 from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
+from dynamo_elastic.engine.vllm.v0_33.leaver import Leaver, used_bytes
 
 _ABORT_WAIT_S = 0.2
 
@@ -48,6 +47,7 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
         super().__init__(worker)
         self._settings = ElasticSettings.from_environment()
         self._over = threading.Event()
+        self._leaver = Leaver(worker, rebinds=self._settings.rebind_graphs)
 
     # Before the commit, in the thread of vLLM's preparations.
 
@@ -167,20 +167,12 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
         self._destroy_retired_groups(retired)
 
     def let_go(self) -> dict[str, Any]:
-        """Nothing that peers know of is left of a rank that has left; says what it still has. Every
-        peer must have disconnected."""
-        for model_state in self._eplb().model_states.values():
-            model_state.communicator = None
+        """See Leaver. What rank 0 sends is not kept, nor are experts: those come by rebalancing."""
         self._prepared_eplb_communicator = None
-        gc.collect()
-        buffer.destroy()
-        torch.accelerator.empty_cache()
-        return {
-            "used_bytes": _used_bytes(),
-            "reserved_bytes": torch.cuda.memory_reserved(),
-            "graphs": len(self.worker.captured.alive),
-            "descriptors": len(os.listdir("/proc/self/fd")),
-        }
+        experts = self._model().expert_weights
+        scratch = [t for s in self._eplb().model_states.values() for t in s.expert_buffer]
+        sent = [*self._replicated(experts).values(), *(w for layer in experts for w in layer)]
+        return self._leaver.let_go([*sent, *scratch])
 
     # A rank that has left comes back.
 
@@ -188,6 +180,8 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
         """Groups with the ranks that it joins, an expert buffer, and maps of their size; weights
         come with prepare_new_worker(), graphs with warmup_new_worker(). Returns seconds by part."""
         laps = Laps()
+        self._leaver.map_memory()
+        laps.mark("memory")
         config = self.worker.vllm_config
         parallel = config.parallel_config
         for name, value in told.items():
@@ -214,6 +208,11 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
             self.switch_and_prepare()
             laps.mark("switch")
         return laps.s
+
+    def warmup_new_worker(self) -> None:
+        """A rank that comes back is warm; its graphs are captured again if they must be."""
+        if not self._leaver.rebind():
+            super().warmup_new_worker()
 
     def _renew_buffer(self) -> None:
         """All layers use a new buffer, which is connected to every rank."""
@@ -264,39 +263,30 @@ class ElasticWorker(Worker):  # type: ignore[misc]
         self.captured.install()
 
     def elastic_facts(self) -> dict[str, Any]:
-        """What of our hooks this worker has, for an operator; through collective_rpc()."""
-        from dynamo_elastic.comm.cuda_graphs import CudaGraphDriver
-
-        alive = self.captured.alive
-        nodes = [node for graph in alive for node in CudaGraphDriver().open(graph).nodes]
+        """What of our hooks this worker has, and what it holds; through collective_rpc()."""
+        ep, dp = parallel_state._EP, parallel_state._DP
         return {
-            "groups": {
-                "ep": type(get_ep_group()).__name__,
-                "ep_size": get_ep_group().world_size,
-                "dp": type(get_dp_group()).__name__,
-            },
-            "graphs": len(alive),
-            "nodes": len(nodes),
-            "kinds": dict(Counter(node.kind.value for node in nodes)),
-            "expert_kernels": sum("nixl_ep" in node.name for node in nodes),
-            "used_bytes": _used_bytes(),
+            "groups": {"ep": type(ep).__name__, "dp": type(dp).__name__},
+            "ep_size": ep.world_size if ep is not None else 0,
+            "graphs": len(self.captured.alive),
+            "used_bytes": used_bytes(),
+            "reserved_bytes": torch.cuda.memory_reserved(),
+            "descriptors": len(os.listdir("/proc/self/fd")),
         }
 
     def elastic_rebind_check(self) -> dict[str, Any]:
         """Whether the graphs of this rank could go on with another buffer. The group must be idle;
         through collective_rpc()."""
-        from dynamo_elastic.engine.vllm.v0_33 import rebind
+        return self.rebinding().check()
+
+    def rebinding(self) -> Any:
+        """Of all graphs of this rank, from the buffer that it has now."""
+        from dynamo_elastic.engine.vllm.v0_33.rebind import Rebinding
 
         config = self.model_config.hf_text_config
-        return rebind.check(
+        return Rebinding(
             self.model_runner.get_model(),
             config.hidden_size,
             config.num_experts_per_tok,
-            get_ep_group().device_communicator.all2all_manager,
             self.captured.alive,
         )
-
-
-def _used_bytes() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free)
