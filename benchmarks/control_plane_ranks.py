@@ -54,7 +54,8 @@ class LoadShell(FakeShell):
         self._payloads = _Payloads(store, keys)
 
     async def _connect(self, command: CommandRecord) -> dict[str, Any]:
-        await self._store.get_prefix(self._keys.endpoints(command.epoch))
+        if "endpoints" not in command.payload:
+            await self._published(command.epoch)
         self.pending = Topology(command.epoch)
         return {}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dynamo_elastic.coordinator.fenced import FencedStore
 from dynamo_elastic.coordinator.missing import Missing
-from dynamo_elastic.coordinator.payloads import named
+from dynamo_elastic.coordinator.payloads import endpoints_of, named
 from dynamo_elastic.coordinator.records import (
     AckRecord,
     AckStatus,
@@ -24,6 +24,7 @@ from dynamo_elastic.coordinator.store import MOST_BYTES, MOST_OPS, Guard, Put, V
 from dynamo_elastic.errors import LeadershipLost, StoreUnavailable
 from dynamo_elastic.failpoints import failpoint
 from dynamo_elastic.phases import Step
+from dynamo_elastic.topology import Topology
 from dynamo_elastic.types import Epoch, OperationId, WorkerId
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,10 @@ class Commander:
         # By rank, not by who was faster.
         answers.done = {w: answers.done[w] for w in order.bodies.own if w in answers.done}
         return answers
+
+    async def endpoints(self, topology: Topology) -> dict[WorkerId, Any]:
+        """How its members are to be reached; {} if each rank must read that for itself."""
+        return await endpoints_of(self._fenced.store, self._keys, topology)
 
     async def _converse(self, order: Order, under: Guard, waiting: _Waiting) -> None:
         """Send the order once, and feed `waiting` until it is over.

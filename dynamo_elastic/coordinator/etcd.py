@@ -1,9 +1,10 @@
-"""EtcdStore: the Store on a real etcd. With etcd_channel.py the only importer of an etcd client.
+"""EtcdStore: the Store on a real etcd. With etcd_channel.py and etcd_leases.py the only importer of
+an etcd client.
 
 It speaks etcd's own gRPC messages, as `etcd3` ships them, over grpc's asyncio channel: no thread
 between a watch event and the task that waits for it, a deadline on every call, and the gRPC status
 code of every failure still at hand, which is what tells "not applied" from "outcome unknown".
-Endpoints, TLS and passwords are in etcd_channel.py and etcd_access.py.
+Endpoints, TLS and passwords are in etcd_channel.py and etcd_access.py, leases in etcd_leases.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from etcd3 import etcdrpc as rpc
 from dynamo_elastic.config_sections import EtcdConfig
 from dynamo_elastic.coordinator.etcd_access import EtcdAccess
 from dynamo_elastic.coordinator.etcd_channel import EtcdChannels, mapped, refusal_of
+from dynamo_elastic.coordinator.etcd_leases import LeaseStream
 from dynamo_elastic.coordinator.store import (
+    MOST_OPS,
     Changed,
     Delete,
     Guard,
@@ -30,6 +33,10 @@ from dynamo_elastic.coordinator.store import (
 )
 from dynamo_elastic.errors import GuardFailed, SessionLost, StoreUnavailable
 from dynamo_elastic.types import LeaseId
+
+_HELD_BACK_BYTES = 1000
+"""A reply below this size etcd's gRPC holds back until everything else that could run there has had
+its turn, hoping for more to send along."""
 
 
 class EtcdStore:
@@ -43,6 +50,7 @@ class EtcdStore:
     ) -> None:
         self._timeout_s = timeout_s
         self._channels = EtcdChannels(endpoints, access or EtcdAccess(), timeout_s=timeout_s)
+        self._leases = LeaseStream(self._channels, timeout_s=timeout_s)
 
     @classmethod
     def of(cls, config: EtcdConfig) -> EtcdStore:
@@ -59,9 +67,7 @@ class EtcdStore:
         return tuple(_versioned(kv) for kv in reply.kvs)
 
     async def txn(self, guards: Sequence[Guard], ops: Sequence[Op]) -> int:
-        request = rpc.TxnRequest(
-            compare=[_compare(g) for g in guards], success=[_request_op(op) for op in ops]
-        )
+        request = txn_request(guards, ops)
         reply = await self._call(lambda c: rpc.KVStub(c).Txn, request, write=True)
         if not reply.succeeded:
             raise GuardFailed(f"guards failed: {', '.join(g.key for g in guards)}")
@@ -86,21 +92,7 @@ class EtcdStore:
         return LeaseId(reply.ID)
 
     async def keep_alive(self, lease: LeaseId) -> None:
-        async def renew(channel: Any) -> Any:
-            call = rpc.LeaseStub(channel).LeaseKeepAlive(
-                timeout=self._timeout_s, metadata=self._channels.metadata()
-            )
-            try:
-                await call.write(rpc.LeaseKeepAliveRequest(ID=lease))
-                return await call.read()
-            finally:
-                call.cancel()
-
-        reply = await self._channels.admitted(renew)
-        if reply is grpc.aio.EOF:
-            raise StoreUnavailable("etcd ended the keep-alive stream")
-        if reply.TTL <= 0:
-            raise SessionLost(f"lease {lease:x} has run out")
+        await self._leases.renew(lease)
 
     async def revoke_lease(self, lease: LeaseId) -> None:
         request = rpc.LeaseRevokeRequest(ID=lease)
@@ -110,6 +102,7 @@ class EtcdStore:
             return
 
     async def close(self) -> None:
+        self._leases.close()
         await self._channels.close()
 
     async def _read(self, request: Any) -> Any:
@@ -174,6 +167,22 @@ def _prefix_request(prefix: str) -> Any:
 
 def _versioned(kv: Any) -> Versioned:
     return Versioned(kv.key.decode(), kv.value, kv.create_revision, kv.mod_revision)
+
+
+def txn_request(guards: Sequence[Guard], ops: Sequence[Op]) -> Any:
+    """The request for one transaction.
+
+    One that writes something large reads a value back, of what it has written the smallest that
+    makes the reply go out at once: without it the reply to a decision that a thousand ranks watch
+    goes out behind what they are told.
+    """
+    success = [_request_op(op) for op in ops]
+    sizes = {op.key: len(op.value) for op in ops if isinstance(op, Put)}
+    large = [key for key in sizes if sizes[key] >= _HELD_BACK_BYTES]
+    if large and len(ops) < MOST_OPS:
+        read_back = rpc.RangeRequest(key=min(large, key=sizes.__getitem__).encode())
+        success.append(rpc.RequestOp(request_range=read_back))
+    return rpc.TxnRequest(compare=[_compare(g) for g in guards], success=success)
 
 
 def _compare(guard: Guard) -> Any:

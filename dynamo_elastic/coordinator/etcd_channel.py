@@ -1,5 +1,5 @@
 """Connections to etcd: one endpoint of several, TLS, a token for our password, and what a failed
-call means. With etcd.py the only importer of an etcd client."""
+call means. With etcd.py and etcd_leases.py the only importer of an etcd client."""
 
 from __future__ import annotations
 

@@ -14,19 +14,46 @@ from typing import Any
 
 import xxhash
 
-from dynamo_elastic.coordinator.records import CommandRecord, Keys, decode, encode
-from dynamo_elastic.coordinator.store import Store
+from dynamo_elastic.coordinator.records import (
+    CommandRecord,
+    EndpointRecord,
+    Keys,
+    RecordError,
+    decode,
+    encode,
+)
+from dynamo_elastic.coordinator.store import MOST_BYTES, Store
 from dynamo_elastic.errors import StaleCommand, StoreUnavailable
+from dynamo_elastic.topology import Topology
+from dynamo_elastic.types import WorkerId
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
+_MOST_ENDPOINTS_BYTES = MOST_BYTES // 2
+"""As stored: the topology goes with them."""
 
 
 def named(common: Mapping[str, Any]) -> tuple[str, bytes]:
     """The name of a payload, '' for an empty one, and its bytes."""
     raw = encode(dict(common))
     return (xxhash.xxh3_128_hexdigest(raw) if common else ""), raw
+
+
+async def endpoints_of(store: Store, keys: Keys, topology: Topology) -> dict[WorkerId, Any]:
+    """How to reach each engine of `topology`, read once for all who connect: n ranks that each read
+    n endpoints are what a control plane breaks of first. {} if one can't be read, or all are too
+    many for one request: then each rank reads for itself, and waits."""
+    named_in = {m.worker_id: m.incarnation for m in topology.members}
+    try:
+        stored = await store.get_prefix(keys.endpoints(topology.epoch))
+        records = [decode(EndpointRecord, v.value) for v in stored]
+    except (StoreUnavailable, RecordError) as exc:
+        log.warning("endpoints of epoch %d are left to each rank: %s", topology.epoch, exc)
+        return {}
+    found = {r.worker_id: r.endpoint for r in records if named_in.get(r.worker_id) == r.incarnation}
+    whole = found.keys() == named_in.keys() and len(encode(found)) <= _MOST_ENDPOINTS_BYTES
+    return found if whole else {}
 
 
 class CommonPayloads:

@@ -33,6 +33,7 @@ class StepRunner:
         self._commander = commander
         self._config = config
         self._digests: Digests = {}
+        self._endpoints: dict[WorkerId, Any] = {}
 
     async def run(self, step: Step, who: Who) -> None:
         """One step for all of `who`."""
@@ -51,6 +52,8 @@ class StepRunner:
         done = await self._command(step, workers, strict=strict)
         if step is Step.RESTORE:
             self._take_incarnations(done)
+        elif step is Step.OPEN:
+            self._endpoints = await self._commander.endpoints(progress.record.plan.after)
         elif step is Step.STREAM:
             self._digests = self._agreed_digests(step, done)
         elif step is Step.CHECK:
@@ -201,7 +204,10 @@ class StepRunner:
     def _bodies(self, step: Step, workers: Sequence[WorkerId]) -> Bodies:
         record, config, digests = self._progress.record, self._config, self._digests
         own = {w: steps.own_payload(step, w, record, config, digests) for w in workers}
-        return Bodies(own, steps.common_payload(step, record))
+        common = steps.common_payload(step, record)
+        if step is Step.CONNECT and self._endpoints:
+            common["endpoints"] = self._endpoints
+        return Bodies(own, common)
 
     async def _send(self, step: Step, bodies: Bodies, *, strict: bool) -> Acks:
         """Command one step; returns the acks of who has done it: with `strict` that is all."""

@@ -197,12 +197,15 @@ class FakeShell:
 
     async def _connect(self, command: CommandRecord) -> dict[str, Any]:
         topology = from_json(Topology, command.payload["topology"])
-        prefix = self._keys.endpoints(command.epoch)
-        there = {v.key.removeprefix(prefix) for v in await self._store.get_prefix(prefix)}
+        there = set(command.payload.get("endpoints", {})) or await self._published(command.epoch)
         if missing := set(topology.worker_ids) - there:
             raise ElasticError(f"no endpoint of {sorted(missing)}")
         self.pending = topology
         return {}
+
+    async def _published(self, epoch: Epoch) -> set[str]:
+        prefix = self._keys.endpoints(epoch)
+        return {v.key.removeprefix(prefix) for v in await self._store.get_prefix(prefix)}
 
     async def _install(self, command: CommandRecord) -> dict[str, Any]:
         topology = from_json(Topology, command.payload["topology"])

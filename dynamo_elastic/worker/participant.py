@@ -61,6 +61,7 @@ _PARK_SHARE = 0.7
 """Of a step's time, what parking may take: the rest is for ending what could not be parked."""
 
 _TOPOLOGY = TypeAdapter(Topology)
+_ENDPOINTS = TypeAdapter(dict[WorkerId, dict[str, Any]])
 _MOVES = TypeAdapter(tuple[ExpertMove, ...])
 _WORKERS = TypeAdapter(tuple[WorkerId, ...])
 
@@ -154,9 +155,12 @@ class Participant:
         return {}
 
     async def connect(self, command: CommandRecord) -> Payload:
-        """Connected, masked, to every member of the next epoch. Waits for their endpoints."""
+        """Connected, masked, to every member of the next epoch. Endpoints that the coordinator did
+        not send along are waited for."""
         topology = _topology(command)
-        endpoints = await self._endpoints(topology)
+        sent = _ENDPOINTS.validate_python(command.payload.get("endpoints", {}))
+        endpoints = sent or await self._endpoints(topology)
+        endpoints = {w: endpoints[w] for w in topology.worker_ids}
         await self._attached().connect_epoch(topology, endpoints, timeout_s=command.deadline_s)
         return {}
 
@@ -475,7 +479,7 @@ class Participant:
                     if named.get(record.worker_id) == record.incarnation:
                         found[record.worker_id] = record.endpoint
                 if found.keys() >= set(topology.worker_ids):
-                    return {w: found[w] for w in topology.worker_ids}
+                    return found
                 value_or_none = (await anext(events)).value
                 values = [] if value_or_none is None else [value_or_none]
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 
-from dynamo_elastic.coordinator.etcd import EtcdStore
+from dynamo_elastic.coordinator.etcd import EtcdStore, txn_request
 from dynamo_elastic.coordinator.etcd_channel import MAYBE_APPLIED, mapped
 from dynamo_elastic.coordinator.session import Session
-from dynamo_elastic.coordinator.store import Put
+from dynamo_elastic.coordinator.store import MOST_BYTES, MOST_OPS, Delete, Put
 from dynamo_elastic.errors import ConfigError, OutcomeUnknown, SessionLost, StoreUnavailable
 from dynamo_elastic.testing.etcd_process import EtcdProcess, etcd_missing, etcd_process, free_port
 
@@ -87,6 +88,79 @@ def test_a_session_is_lost_with_its_cause(etcd: EtcdProcess) -> None:
             silent.check()
         await silent.close()
         await revoked.close()
+        await store.close()
+
+    asyncio.run(main())
+
+
+def streams(etcd: EtcdProcess) -> int:
+    """Of renewals that etcd has been asked for."""
+    with urllib.request.urlopen(f"{etcd.url}/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    started = 'grpc_server_started_total{grpc_method="LeaseKeepAlive"'
+    return next(int(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(started))
+
+
+def test_leases_of_a_client_are_renewed_on_one_stream(etcd: EtcdProcess) -> None:
+    async def main() -> None:
+        store = EtcdStore([etcd.url], timeout_s=1.0)
+        leases = [await store.grant_lease(60) for _ in range(3)]
+        gone = await store.grant_lease(60)
+        await store.revoke_lease(gone)
+        for _ in range(5):
+            await asyncio.gather(*map(store.keep_alive, leases))
+        with pytest.raises(SessionLost):
+            await store.keep_alive(gone)
+        await store.keep_alive(leases[0])
+        assert streams(etcd) == 1
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_does_not_answer_is_given_up_for_another(etcd: EtcdProcess) -> None:
+    async def main() -> None:
+        store = EtcdStore([etcd.url], timeout_s=0.5)
+        lease = await store.grant_lease(60)
+        await store.keep_alive(lease)
+        etcd.pause()
+        with pytest.raises(StoreUnavailable):
+            for _ in range(10):  # its threads stop one after another
+                await store.keep_alive(lease)
+        etcd.resume()
+        await store.keep_alive(lease)
+        assert streams(etcd) == 2
+        etcd.kill()
+        with pytest.raises(StoreUnavailable):
+            await store.keep_alive(lease)
+        etcd.start()
+        await store.keep_alive(lease)
+        assert streams(etcd) == 1, "of the etcd that has come back"
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_what_decides_reads_itself_back_and_so_is_answered_at_once() -> None:
+    small, large, larger = (Put(f"/t/{n}", b"x" * n) for n in (999, 1000, 2000))
+
+    def read_back(*ops: Put) -> list[bytes]:
+        request = txn_request([], ops)
+        return [op.request_range.key for op in request.success if op.HasField("request_range")]
+
+    assert read_back(small) == []
+    assert read_back(small, larger, large) == [b"/t/1000"]
+    full = [Put(f"/t/{i}", b"x" * 1000) for i in range(MOST_OPS)]
+    assert read_back(*full) == [], "no room for it"
+    assert read_back(*full[1:]) == [b"/t/1"]
+
+
+def test_the_largest_transactions_pass_with_what_they_read_back(etcd: EtcdProcess) -> None:
+    async def main() -> None:
+        store = EtcdStore([etcd.url])
+        for count in (MOST_OPS - 1, MOST_OPS):
+            await store.txn([], [Put(f"/t/{i}", b"x" * 1000) for i in range(count)])
+        await store.txn([], [Put("/t/a", b"x" * (MOST_BYTES - 1000)), Delete("/t/b")])
         await store.close()
 
     asyncio.run(main())

@@ -300,6 +300,23 @@ async def test_connect_waits_for_the_peers_endpoint(bench: Bench) -> None:
 
 
 @scenario
+async def test_endpoints_that_the_coordinator_sends_are_not_read(bench: Bench) -> None:
+    await bench.must(Step.RESTORE, Step.OPEN)
+    endpoints = {ME: {"address": "here"}, OTHER: {"address": "there"}}
+    ack = await bench.command(Step.CONNECT, endpoints=endpoints)
+    assert ack.status is AckStatus.DONE, "nobody has published any"
+    assert "connect_epoch" in bench.calls()
+
+
+@scenario
+async def test_an_endpoint_that_was_left_out_is_a_failure(bench: Bench) -> None:
+    await bench.must(Step.RESTORE, Step.OPEN)
+    ack = await bench.command(Step.CONNECT, endpoints={ME: {"address": "here"}})
+    assert ack.status is AckStatus.FAILED
+    assert OTHER in ack.reason
+
+
+@scenario
 async def test_a_step_that_takes_too_long_fails_with_its_reason(bench: Bench) -> None:
     await bench.must(Step.RESTORE, Step.OPEN)
     ack = await bench.command(Step.CONNECT, deadline_s=3.0)
