@@ -2,13 +2,15 @@
 
     python benchmarks/vllm_elastic.py run   --run-id A --engine upstream --widths 2,4,2
     python benchmarks/vllm_elastic.py run   --run-id A --engine ours     --widths 2,4,2
+    python benchmarks/vllm_elastic.py run   --run-id B --engine ours --widths 2,1,2 --leavers parked
     python benchmarks/vllm_elastic.py report --run-id A
 
 `run` is start, scale for each width, and stop; each is a command of its own that goes on where the
 last one ended, so that no command takes longer than nine minutes. What was measured is written as
-it comes to WORK/RUN_ID/ENGINE/measured.json; `report` joins both engines into one result. vLLM's
-smallest width with an external load balancer is 2; with fewer GPUs than ranks, ranks share them,
-and the times are good for comparing one engine with the other alone.
+it comes to WORK/RUN_ID/ENGINE/measured.json; `report` joins both engines into one result. vLLM
+starts no group of one rank, and can't scale down to one; ours can. With fewer GPUs than ranks,
+ranks share them, and the times are good for comparing one engine with the other alone. A rank that
+left and was kept or parked comes back when the group grows; others are started, cold.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,21 @@ from vllm_elastic_meter import (
     seen,
     worst_difference,
 )
-from vllm_elastic_ranks import MODEL, OURS, UPSTREAM, Group, Setup, write_shape
+from vllm_elastic_ranks import (
+    ENDED,
+    KEPT,
+    MODEL,
+    OURS,
+    PARKED,
+    UPSTREAM,
+    Group,
+    Setup,
+    alive,
+    write_shape,
+)
 
 _SETTLE_S = 3.0
 """Before a scale operation, for a first look at the gaps; and after it."""
-_SCALE_TIMEOUT_S = 300.0
 _SCORED = {"prompts": 4, "tokens": 8}
 
 
@@ -64,7 +76,8 @@ async def start(arguments: argparse.Namespace, folder: Path) -> None:
     most = max(arguments.max_ranks, *widths)
     setup = Setup(
         arguments.engine, arguments.layers, arguments.gpus, most,
-        arguments.port, arguments.rpc_port, arguments.flags, arguments.park,
+        arguments.port, arguments.rpc_port, arguments.flags, min(widths), arguments.leavers,
+        dict(word.split("=", 1) for word in arguments.setting),
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     write_shape(folder / "model", arguments.layers)
@@ -110,11 +123,16 @@ async def scale(group: Group, measured: Measured, width: int, arguments: Any) ->
     clients.start(stay, arguments.clients)
     await asyncio.sleep(_SETTLE_S)
     began_s = time.monotonic()
-    for rank in range(before, width):
-        group.start(rank, width, joins=True)
-    answers = await asyncio.gather(
-        *(_scale_rank(group, rank, width, began_s) for rank in range(before))
+    joiners = asyncio.gather(
+        *(_join(group, arguments, rank, width, began_s) for rank in range(before, width))
     )
+    answers = await asyncio.gather(
+        *(
+            _scale_rank(group, rank, width, began_s, arguments.scale_timeout_s)
+            for rank in range(before)
+        )
+    )
+    joined = await joiners
     total_s = max(answer["answered_s"] for answer in answers)
     ok = all(answer["status"] == 200 for answer in answers)
     values: dict[str, Any] = {"from": before, "to": width, "ok": ok, "total_s": round(total_s, 3)}
@@ -127,29 +145,73 @@ async def scale(group: Group, measured: Measured, width: int, arguments: Any) ->
     window = seen(clients.streams, began_s, began_s + total_s + 1.0)
     quiet = seen(clients.streams, began_s - _SETTLE_S + 1.0, began_s)
     measured.add(
-        "scale", **values, ranks=answers, seen=asdict(window),
+        "scale", **values, ranks=answers, joiners=joined, seen=asdict(window),
         before=asdict(quiet),
     )  # fmt: skip
-    if ok and width < before:
-        leavers = range(width, before)
-        if arguments.park:
-            measured.add("park", ranks=await _park(group, leavers))
-        group.end(leavers)
     if ok:
         await score(group, measured, f"after {before} -> {width}")
+        await _serve(group, measured, arguments)
+        await _see_off(group, measured, arguments, range(width, before))
     return ok
 
 
-async def _park(group: Group, leavers: Sequence[int]) -> dict[int, Any]:
-    from vllm_elastic_park import park_and_back  # needs a GPU's driver
+async def _serve(group: Group, measured: Measured, arguments: Any) -> None:
+    """All ranks under load for a while: experts are rebalanced meanwhile."""
+    clients = Clients(group.url, MODEL, tokens=arguments.tokens)
+    began_s = time.monotonic()
+    clients.start(range(group.width), arguments.clients)
+    await asyncio.sleep(arguments.serve_s)
+    ended_s = time.monotonic()
+    await clients.stop()
+    measured.add("serve", width=group.width, seen=asdict(seen(clients.streams, began_s, ended_s)))
+    await score(group, measured, f"after serving at {group.width}")
 
-    pids = {rank: group.pids[rank] for rank in leavers}
-    return await asyncio.to_thread(park_and_back, pids)
+
+async def _see_off(group: Group, measured: Measured, arguments: Any, leavers: range) -> None:
+    """Ranks that have left are ended, kept, or parked."""
+    if not leavers:
+        return
+    if arguments.leavers == ENDED:
+        group.end(leavers)
+        return
+    # They answer once they have let go of what their peers used.
+    facts = {rank: (await group.post(rank, "/elastic_ep/facts", {}, 60))[1] for rank in leavers}
+    measured.add("left", ranks=facts)
+    if arguments.leavers == PARKED:
+        pids = {rank: group.pids[rank] for rank in leavers}
+        measured.add("park", ranks=await asyncio.to_thread(_parking().park, pids))
 
 
-async def _scale_rank(group: Group, rank: int, width: int, began_s: float) -> dict[str, Any]:
+@cache
+def _parking() -> Any:
+    from vllm_elastic_park import Parking  # needs a GPU's driver
+
+    return Parking()
+
+
+async def _join(
+    group: Group, arguments: Any, rank: int, width: int, began_s: float
+) -> dict[str, Any]:
+    """A rank that is still there comes back; another is started. When it was ready, and what of the
+    time went where."""
+    if rank not in group.pids or not alive(group.pids[rank]):
+        group.start(rank, width, joins=True)
+        return {"rank": rank, "cold": True}
+    back = {}
+    if arguments.leavers == PARKED:
+        back = await asyncio.to_thread(_parking().bring_back, rank)
+    restored_s = round(time.monotonic() - began_s, 3)
+    status, parts = await group.post(rank, "/elastic_ep/attach", {}, arguments.scale_timeout_s)
+    ready_s = round(time.monotonic() - began_s, 3)
+    times = {"restored_s": restored_s, "ready_s": ready_s, "restore": back, "attach": parts}
+    return {"rank": rank, "status": status, **times}
+
+
+async def _scale_rank(
+    group: Group, rank: int, width: int, began_s: float, timeout_s: float
+) -> dict[str, Any]:
     body = {"new_data_parallel_size": width}
-    status, answer = await group.post(rank, "/scale_elastic_ep", body, _SCALE_TIMEOUT_S)
+    status, answer = await group.post(rank, "/scale_elastic_ep", body, timeout_s)
     said = "" if status == 200 else str(answer)[:300]
     answered_s = round(time.monotonic() - began_s, 3)
     return {"rank": rank, "status": status, "answered_s": answered_s, "said": said}
@@ -186,24 +248,12 @@ def report(root: Path) -> None:
     if not any(steps.values()):
         raise SystemExit(f"nothing was measured in {root}")
     metrics = {
-        name_of(engine, name): value
+        (f"upstream_{name}" if engine == UPSTREAM else name): value
         for engine, of_engine in steps.items()
         for name, value in metrics_of(of_engine).items()
     }
     print(json.dumps(metrics, indent=1))
     print(write_result("vllm_elastic", metrics, steps))
-
-
-def name_of(engine: str, metric: str) -> str:
-    """Upstream's numbers say so. Our joiners are cold here, which the name says too: others are
-    restored.
-
-    >>> name_of("ours", "up_s"), name_of("upstream", "gap_up_s")
-    ('up_cold_s', 'upstream_gap_up_s')
-    """
-    if engine == UPSTREAM:
-        return f"upstream_{metric}"
-    return "up_cold_s" if metric == "up_s" else metric
 
 
 def metrics_of(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -219,7 +269,7 @@ def metrics_of(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
         elif step["step"] == "scale":
             way = "up" if step["to"] > step["from"] else "down"
             worst(f"{way}_failed", float(not step["ok"]))
-            worst(f"{way}_s", step["total_s"])
+            worst(f"{way}{_joined_by(step)}_s", step["total_s"])
             worst(f"gap_{way}_s", step["seen"]["longest_gap_s"])
             for name, counted in (("requests", "requests"), ("requests_failed", "failed")):
                 metrics[name] = metrics.get(name, 0) + step["seen"][counted]
@@ -230,9 +280,19 @@ def metrics_of(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
     return metrics
 
 
+def _joined_by(step: dict[str, Any]) -> str:
+    """How those who joined came: from nothing, or back."""
+    joiners = step.get("joiners") or []
+    if not joiners:
+        return ""
+    if any(joiner.get("cold") for joiner in joiners):
+        return "_cold"
+    return "_parked" if any(joiner["restore"] for joiner in joiners) else "_kept"
+
+
 def _widths(text: str) -> list[int]:
     widths = [int(word) for word in text.split(",")]
-    if min(widths) < 2:
+    if widths[0] < 2 or min(widths) < 1:
         raise argparse.ArgumentTypeError(
             "vLLM 0.33 starts no external-load-balancer group below 2 ranks"
         )
@@ -241,7 +301,10 @@ def _widths(text: str) -> list[int]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All that is not named here goes to vLLM.",
+        allow_abbrev=False,
     )
     parser.add_argument("command", choices=("run", "start", "scale", "score", "stop", "report"))
     parser.add_argument("--run-id", required=True, help="joins commands and engines")
@@ -253,14 +316,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=4, help="at each rank that stays")
     parser.add_argument("--tokens", type=int, default=256, help="of one request")
     parser.add_argument(
-        "--park", action="store_true", help="ours: park who leaves, and end it then"
+        "--leavers", choices=(ENDED, KEPT, PARKED), default=ENDED, help="ours: those who leave"
     )
+    parser.add_argument(
+        "--setting", action="append", default=[], help="ours: NAME=VALUE in its environment"
+    )
+    parser.add_argument("--serve-s", type=float, default=4.0, help="under load at each width")
+    parser.add_argument("--scale-timeout-s", type=float, default=300.0)
     parser.add_argument("--start-timeout-s", type=float, default=330)
     parser.add_argument("--port", type=int, default=8130)
     parser.add_argument("--rpc-port", type=int, default=13345)
     parser.add_argument("--work", type=Path, default=Path(".demo/vllm_elastic"))
-    parser.add_argument("flags", nargs="*", help="more flags of vLLM, after --")
-    return parser.parse_args()
+    arguments, arguments.flags = parser.parse_known_args()
+    if arguments.engine == UPSTREAM and (min(arguments.widths) < 2 or arguments.leavers != ENDED):
+        parser.error("upstream has no group below 2 ranks, and its leavers end")
+    return arguments
 
 
 def main() -> None:

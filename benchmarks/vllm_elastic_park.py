@@ -12,7 +12,7 @@ from typing import Any
 from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.snapshot.cuda_process import Cuda
 from dynamo_elastic.snapshot.nvml import Nvml
-from dynamo_elastic.snapshot.park import park, unpark
+from dynamo_elastic.snapshot.park import ParkedReport, park, unpark
 from dynamo_elastic.snapshot.process import identify
 
 _TIMEOUT_S = 60.0
@@ -20,27 +20,38 @@ _QUIET: dict[str, Any] = {"cuda": {"multicast": 0, "ipc_imports": 0, "managed_by
 """What a rank that has let go says of itself."""
 
 
-def park_and_back(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """rank -> what parking its tree and bringing it back took, or why it could not be."""
-    driver, inventory = Cuda.open(), Nvml.open()
-    return {rank: _one(pid, driver, inventory) for rank, pid in pids.items()}
+class Parking:
+    """Process trees of ranks, parked and brought back by the driver."""
 
+    def __init__(self) -> None:
+        self._driver, self._inventory = Cuda.open(), Nvml.open()
+        self._parked: dict[int, ParkedReport] = {}
 
-def _one(pid: int, driver: Cuda, inventory: Nvml) -> dict[str, Any]:
-    process = identify(pid)
-    if process is None:
-        return {"failed": f"process {pid} is gone"}
-    found: dict[str, Any] = {"tree": _tree(pid)}
-    try:
-        began_s = time.monotonic()
-        parked = park(process, driver, inventory, engine=_QUIET, timeout_s=_TIMEOUT_S)
-        found |= {"parked_s": time.monotonic() - began_s, "parked": asdict(parked)}
-        began_s = time.monotonic()
-        found["back"] = unpark(parked, driver, inventory, timeout_s=_TIMEOUT_S)
-        found["back_s"] = time.monotonic() - began_s
-    except ElasticError as exc:
-        found["failed"] = f"{type(exc).__name__}: {exc}"[:500]
-    return found
+    def park(self, pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
+        """rank -> what parking its tree took, or why it could not be."""
+        return {rank: self._park(rank, pid) for rank, pid in pids.items()}
+
+    def _park(self, rank: int, pid: int) -> dict[str, Any]:
+        process = identify(pid)
+        if process is None:
+            return {"failed": f"process {pid} is gone"}
+        found: dict[str, Any] = {"tree": _tree(pid)}
+        try:
+            began_s = time.monotonic()
+            parked = park(
+                process, self._driver, self._inventory, engine=_QUIET, timeout_s=_TIMEOUT_S
+            )
+            self._parked[rank] = parked
+            return found | {"park_s": time.monotonic() - began_s, "parked": asdict(parked)}
+        except ElasticError as exc:
+            return found | {"failed": f"{type(exc).__name__}: {exc}"[:500]}
+
+    def bring_back(self, rank: int) -> dict[str, float]:
+        """Seconds by part; {} if it was not parked. Raises ElasticError."""
+        parked = self._parked.pop(rank, None)
+        if parked is None:
+            return {}
+        return unpark(parked, self._driver, self._inventory, timeout_s=_TIMEOUT_S)
 
 
 def _tree(pid: int) -> dict[int, str]:

@@ -24,6 +24,7 @@ from dynamo_elastic.engine.shape import ModelShape
 from dynamo_elastic.engine.vllm.elastic.flags import elastic_environment, elastic_flags
 
 UPSTREAM, OURS = "upstream", "ours"
+ENDED, KEPT, PARKED = "ended", "kept", "parked"
 MODEL = "m"
 _HOST = "127.0.0.1"
 _VOCABULARY = 151936
@@ -52,7 +53,12 @@ class Setup:
     port: int
     rpc_port: int
     flags: list[str] = field(default_factory=list)
-    park: bool = False
+    floor: int = 2
+    """The fewest ranks that it will have: together they have a slot for each expert."""
+    leavers: str = ENDED
+    """What becomes of ranks that leave: ENDED, KEPT as they are, or PARKED."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Of ours, beside what it needs."""
 
 
 @dataclass
@@ -87,7 +93,8 @@ class Group:
         if joins:
             env["VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"] = "1"
         if self.setup.engine == OURS:
-            env |= elastic_environment(park=self.setup.park)
+            env |= elastic_environment(park=self.setup.leavers != ENDED)
+            env |= self.setup.environment
         log = (self.folder / f"rank{rank}.log").open("ab")
         process = subprocess.Popen(
             self._argv(rank, size), stdout=log, stderr=subprocess.STDOUT, env=env,
@@ -114,7 +121,7 @@ class Group:
             "--max-model-len": 4096,
             "--max-num-seqs": 64,
             "--all2all-backend": "nixl_ep",
-            "--eplb-config.num_redundant_experts": 0,
+            "--eplb-config.num_redundant_experts": self._redundant(size),
             "--elastic-ep-max-dp-size": setup.max_ranks,
             "--data-parallel-size": size,
             "--data-parallel-rank": rank,
@@ -127,6 +134,12 @@ class Group:
         model = str(self.folder / "model")
         serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
         return [*serve, *words, *switches, *own, *setup.flags]
+
+    def _redundant(self, size: int) -> int:
+        experts: int = json.loads((self.folder / "model" / "config.json").read_text())[
+            "num_experts"
+        ]
+        return -(-experts // self.setup.floor) * size - experts
 
     async def wait_up(self, ranks: Sequence[int], timeout_s: float) -> float:
         """Seconds until all of them were healthy. Raises SystemExit if one ended, or takes too

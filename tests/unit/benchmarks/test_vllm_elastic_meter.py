@@ -85,7 +85,14 @@ def test_the_result_holds_the_worst_of_each_kind() -> None:
     }
 
 
-def test_upstream_is_named_and_so_is_a_cold_joiner() -> None:
-    assert vllm_elastic.name_of("upstream", "up_s") == "upstream_up_s"
-    assert vllm_elastic.name_of("ours", "up_s") == "up_cold_s"
-    assert vllm_elastic.name_of("ours", "gap_up_s") == "gap_up_s"
+@pytest.mark.parametrize(
+    ("joiners", "name"),
+    [
+        ([{"rank": 2, "cold": True}], "up_cold_s"),
+        ([{"rank": 2, "restore": {"unlock": 0.1}}], "up_parked_s"),
+        ([{"rank": 2, "restore": {}}], "up_kept_s"),
+        ([{"rank": 2, "restore": {}}, {"rank": 3, "cold": True}], "up_cold_s"),
+    ],
+)
+def test_a_result_says_how_its_joiners_came(joiners: list[dict[str, Any]], name: str) -> None:
+    assert vllm_elastic.metrics_of([scaled(joiners=joiners)])[name] == 9.0
