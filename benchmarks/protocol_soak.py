@@ -2,8 +2,9 @@
 started anew on the way: what is violated, and what grows.
 
 A run takes --minutes, or ends after --resizes. `--add` adds it to the result of the same day, so
-that a long soak can be had in slices. Growth is per 100 resizes: the least-squares line over what a
-process held at each rest, summed over the processes.
+that a long soak can be had in slices; `--take` adds the slices of results of other machines.
+Growth is per 100 resizes: the least-squares line over what a process held at each rest, summed over
+the processes.
 """
 
 from __future__ import annotations
@@ -203,23 +204,34 @@ def earlier_slices() -> list[Slice]:
     return list(detail.get("slices", ()))
 
 
+def slices_of(path: Path) -> list[Slice]:
+    """Those of a result that another machine wrote, each with what that machine was."""
+    result = json.loads(path.read_text())
+    return [{**part, "hardware": result["hardware"]} for part in result["detail"]["slices"]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--resizes", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31))
     parser.add_argument("--add", action="store_true", help="to the newest result")
+    parser.add_argument("--take", type=Path, nargs="+", help="results; nothing is run then")
     parser.add_argument("--work-dir", type=Path, default=Path(".demo/soak"))
     arguments = parser.parse_args()
     console = Console(highlight=False)
-    console.print(f"seed {arguments.seed}")
-    slices = [*(earlier_slices() if arguments.add else ()), run(arguments, console)]
+    if arguments.take:
+        new = [part for path in arguments.take for part in slices_of(path)]
+    else:
+        console.print(f"seed {arguments.seed}")
+        new = [run(arguments, console)]
+    slices = [*(earlier_slices() if arguments.add else ()), *new]
     metrics = metrics_of(slices)
     path = write_result("protocol_soak", metrics, detail_of(slices))
     plot(slices, path.with_suffix(".png"))
     for name, value in metrics.items():
         console.print(f"{name:24} {value}")
-    for violation in slices[-1]["violations"]:
+    for violation in (v for part in new for v in part["violations"]):
         console.print(violation, soft_wrap=True)
     console.print(f"written to {path}")
 

@@ -22,6 +22,7 @@ from dynamo_elastic.comm.expert_rules import (
     PeerBook,
     PeerState,
 )
+from dynamo_elastic.comm.fresh_blocks import fresh_blocks
 from dynamo_elastic.comm.ucx_namespaces import correct_namespaces
 from dynamo_elastic.errors import PeerUnreachable, ResourceMissing
 from dynamo_elastic.failpoints import failpoint
@@ -60,13 +61,14 @@ class NixlExpertBuffer:
         self._rank = rank
         self._device = torch.cuda.current_device()
         self._connecting: threading.Thread | None = None
-        self._native: Any = nixl_ep.Buffer(
-            rank=rank, explicitly_destroy=True, timeout_ms=shape.timeout_ms
-        )
         size_bytes = nixl_ep.Buffer.get_low_latency_buffer_size_hint(
             shape.max_tokens, shape.hidden, shape.capacity, shape.experts
         )
-        self._native.update_memory_buffers(shape.capacity, shape.experts_per_rank, size_bytes)
+        with fresh_blocks():
+            self._native: Any = nixl_ep.Buffer(
+                rank=rank, explicitly_destroy=True, timeout_ms=shape.timeout_ms
+            )
+            self._native.update_memory_buffers(shape.capacity, shape.experts_per_rank, size_bytes)
         base = self._native.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
         self._memory = Span(base.data_ptr(), size_bytes, self._device)
         self._mask = torch.zeros(shape.capacity, dtype=torch.int32, device="cuda")

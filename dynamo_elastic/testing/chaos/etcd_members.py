@@ -23,11 +23,12 @@ from typing import IO, Any
 
 from dynamo_elastic.errors import ResourceMissing
 
-_NETWORK = "198.18"
-"""Of the range that RFC 2544 sets aside for tests of networks; nobody routes it."""
+_NETWORKS = ("198.18", "198.19")
+"""RFC 2544 sets them aside for tests of networks; nobody routes them."""
 _SUBNET = 64
-"""Each site has a /18 of it."""
-SITES = 4
+"""Each site has a /18 of one of them."""
+_SITES_A_NETWORK = 256 // _SUBNET
+SITES = len(_NETWORKS) * _SITES_A_NETWORK
 _PEERS = 60
 _CLIENT_PORT, _PEER_PORT = 2379, 2380
 _START_TIMEOUT_S = 20.0
@@ -59,7 +60,7 @@ class Member:
         return self.process is not None and self.process.poll() is None
 
     def address(self, client: int) -> str:
-        return f"{_NETWORK}.{self.site * _SUBNET + client}.{10 + self.number}"
+        return f"{_subnet(self.site, client)}.{10 + self.number}"
 
 
 class EtcdMembers:
@@ -75,7 +76,7 @@ class EtcdMembers:
         self._clients = tuple(clients)
         self._bridge = _bridge(site)
         self._table = f"{self._bridge}_table"
-        self._first = site * _SUBNET
+        self._site = site
         self._lock: IO[str] | None = None
 
     def urls(self, client: int) -> tuple[str, ...]:
@@ -87,7 +88,7 @@ class EtcdMembers:
         self._take_site()
         self._remove_network()
         _ip("link", "add", self._bridge, "type", "bridge")
-        _ip("addr", "add", f"{_NETWORK}.{self._first}.1/18", "dev", self._bridge)
+        _ip("addr", "add", f"{_subnet(self._site)}.1/18", "dev", self._bridge)
         _ip("link", "set", self._bridge, "up")
         for member in self.members:
             self._wire(member)
@@ -165,7 +166,7 @@ class EtcdMembers:
 
     def partition(self, client: int) -> None:
         """What `client` and the members send each other is dropped, open connections' too."""
-        addresses = f"{_NETWORK}.{self._first + client}.0/24"
+        addresses = f"{_subnet(self._site, client)}.0/24"
         _nft(f"add rule ip {self._table} output ip daddr {addresses} drop")
         _nft(f"add rule ip {self._table} input ip saddr {addresses} drop")
 
@@ -248,6 +249,12 @@ class EtcdMembers:
 
 def _bridge(site: int) -> str:
     return f"dechaos{site}"
+
+
+def _subnet(site: int, client: int = 0) -> str:
+    """The first three numbers of the addresses by which `client` knows a site's members."""
+    network, place = divmod(site, _SITES_A_NETWORK)
+    return f"{_NETWORKS[network]}.{place * _SUBNET + client}"
 
 
 def _ip(*arguments: str) -> None:

@@ -6,6 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -86,6 +87,12 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     package.Buffer = bindings  # type: ignore[attr-defined]
     package.topk_idx_t = torch.int32  # type: ignore[attr-defined]
     zeros = torch.zeros
+
+    @contextmanager
+    def fresh_blocks() -> Iterator[None]:
+        yield
+        bindings.last.calls.append(("end of fresh blocks",))  # type: ignore[attr-defined]
+
     monkeypatch.setitem(sys.modules, "nixl_ep_cu13", package)
     monkeypatch.delitem(sys.modules, "dynamo_elastic.comm.nixl_ep", raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -94,6 +101,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **k: zeros(*a, **k))
     monkeypatch.setenv("UCX_CUDA_IPC_CACHE", "n")
     module = importlib.import_module("dynamo_elastic.comm.nixl_ep")
+    monkeypatch.setattr(module, "fresh_blocks", fresh_blocks)
     yield module
     sys.modules.pop("dynamo_elastic.comm.nixl_ep", None)
 
@@ -109,7 +117,8 @@ def calls(adapter: Any) -> list[tuple[Any, ...]]:
 
 
 def test_it_is_built_for_its_capacity(adapter: Any, buffer: Any) -> None:
-    assert calls(adapter)[:2] == [("init", 0, 500), ("memory", 4, 2, 8 * 2048 * 4 * 8)]
+    memory = ("memory", 4, 2, 8 * 2048 * 4 * 8)
+    assert calls(adapter)[:3] == [("init", 0, 500), memory, ("end of fresh blocks",)]
     assert buffer.metadata() == b"blob"
     assert buffer.memory.size_bytes == 8 * 2048 * 4 * 8
     assert buffer.masked() == frozenset()
@@ -231,4 +240,4 @@ def test_tokens_that_do_not_fit(
         buffer.dispatch(x, ids)
     assert wanted in caught.value.remedy
     assert buffer.parity == 0
-    assert calls(adapter)[-1][0] == "memory"
+    assert calls(adapter)[-1] == ("end of fresh blocks",)
