@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import ReduceOp
@@ -23,9 +22,7 @@ from dynamo_elastic.engine.vllm.elastic.groups import (
     open_store,
     reduce,
 )
-from dynamo_elastic.engine.vllm.elastic.links import receive_tensors, send_tensors
 from dynamo_elastic.engine.vllm.elastic.meeting import GivenUp, Meeting
-from dynamo_elastic.errors import TransferError
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 20.0
@@ -132,35 +129,3 @@ def test_a_group_that_one_rank_never_joins_is_not_made(port: int) -> None:
 def test_no_store_is_an_error_in_time() -> None:
     with pytest.raises(RuntimeError):
         open_store(HOST, 9, 0.5)
-
-
-def weights(filled: bool) -> dict[str, torch.Tensor]:
-    made = {
-        "dense": torch.randn(300, 7, generator=torch.Generator().manual_seed(1)).t(),
-        "half": torch.arange(12, dtype=torch.bfloat16).reshape(3, 4),
-        "count": torch.tensor(7),
-        "flags": torch.tensor([True, False, True]),
-    }
-    return made if filled else {name: torch.zeros_like(t) for name, t in made.items()}
-
-
-def test_weights_arrive_whatever_their_layout(port: int) -> None:
-    source, target = two_that_serve(port)
-    sent, received = weights(True), weights(False)
-    counts = all_of(
-        lambda: send_tensors(sent, source, 1), lambda: receive_tensors(received, target, 0)
-    )
-    assert counts[0] == counts[1] > 0
-    assert all(torch.equal(sent[name], received[name]) for name in sent)
-
-
-def test_weights_of_another_model_are_refused_by_both(port: int) -> None:
-    source, target = two_that_serve(port)
-    other = weights(False) | {"more": torch.zeros(1)}
-    with ThreadPoolExecutor(2) as pool:
-        sending = pool.submit(send_tensors, weights(True), source, 1)
-        receiving = pool.submit(receive_tensors, other, target, 0)
-        for side in (sending, receiving):
-            with pytest.raises(TransferError, match="weights differ"):
-                side.result(timeout=TIMEOUT_S)
-    assert not other["dense"].any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from contextlib import suppress
 from typing import Any
 
@@ -19,11 +20,12 @@ from vllm.v1.engine import ReconfigureDistributedRequest, ReconfigureRankType
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.version import __version__
 
+from dynamo_elastic.comm.base import TransferAgent
 from dynamo_elastic.engine.vllm.elastic.graphs import CapturedGraphs
 from dynamo_elastic.engine.vllm.elastic.laps import Laps
-from dynamo_elastic.engine.vllm.elastic.links import receive_tensors, send_tensors
 from dynamo_elastic.engine.vllm.elastic.placement import is_complete, logical_maps
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
+from dynamo_elastic.engine.vllm.elastic.stream import Stream
 from dynamo_elastic.engine.vllm.v0_33 import alone, buffer, groups
 from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
 from dynamo_elastic.engine.vllm.v0_33.leaver import Leaver, used_bytes
@@ -70,15 +72,25 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
         mine = [rank for rank in receivers if sender_of(rank, old_dp_size) == group.rank_in_group]
         tensors = self._replicated(self._model().expert_weights)
         for rank in mine:
-            send_tensors(tensors, group.cpu_group, rank)
+            self._stream(group, rank).send(tensors)
 
     def prepare_new_worker(self) -> None:
         """The joiner's side of transfer_weights(), and of what follows it."""
         group = get_dp_group()
-        old = int(group.tcp_store_group.broadcast(torch.empty(1, dtype=torch.int64), 0)[0])
+        group.tcp_store_group.broadcast(torch.empty(1, dtype=torch.int64), 0)  # how many send
         modules = [m for m in self._model().modules() if is_moe_layer(m)]
         tensors = self._replicated([m.get_expert_weights() for m in modules])
-        receive_tensors(tensors, group.cpu_group, sender_of(group.rank_in_group, old))
+        self._stream(group, group.rank_in_group).receive(tensors)
+
+    def _stream(self, group: Any, joiner: int) -> Stream:
+        """This rank's end of the way of `joiner`'s weights."""
+        return Stream(
+            group.tcp_store_group.store,
+            f"weights/{joiner}",
+            new_agent(f"weights-{joiner}-{group.rank_in_group}-{uuid.uuid4().hex[:8]}"),
+            self.worker.device,
+            timeout_s=self._settings.group_timeout_s,
+        )
 
     def _model(self) -> Any:
         return self.worker.model_runner.get_model()
@@ -233,6 +245,17 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
 
     def _eplb(self) -> Any:
         return self.worker.model_runner.eplb_state
+
+
+def new_agent(name: str) -> TransferAgent:
+    """Of NIXL. Its module gives UCX transports that are good for one host, to whoever names none:
+    vLLM's own agents in this process keep their choice."""
+    named = os.environ.get("UCX_TLS")
+    from dynamo_elastic.comm.nixl_agent import NixlAgent
+
+    if named is None:
+        os.environ.pop("UCX_TLS", None)
+    return NixlAgent(name)
 
 
 def sender_of(joiner: int, old_size: int) -> int:
