@@ -26,6 +26,7 @@ from typing import Any
 
 from provenance import RESULTS, write_result
 
+from dynamo_elastic.failpoint_table import FAILPOINTS, Actor
 from dynamo_elastic.testing.simulation import Schedule, Verdict, play
 from dynamo_elastic.testing.simulation_schedules import scrambled, systematic
 
@@ -46,16 +47,17 @@ def schedule(number: int) -> Schedule:
     return known[number] if number < len(known) else scrambled(number - len(known))
 
 
-def play_range(first: int, count: int) -> tuple[int, int, list[dict[str, Any]]]:
-    """Schedules played, faults injected, and every schedule that violated something."""
+def play_range(first: int, count: int) -> tuple[int, Counter[str], list[dict[str, Any]]]:
+    """Schedules played, faults injected at each place, and every schedule that violated
+    something."""
     logging.disable(logging.CRITICAL)
-    injected, bad = 0, []
+    met, bad = Counter[str](), []
     for number in range(first, first + count):
         verdict = play(schedule(number))
-        injected += verdict.injected
+        met.update(verdict.met)
         if verdict.violations:
             bad.append(_told(number, verdict))
-    return count, injected, bad
+    return count, met, bad
 
 
 def _told(number: int, verdict: Verdict) -> dict[str, Any]:
@@ -69,24 +71,36 @@ def _chunks(first: int, count: int) -> Iterator[tuple[int, int]]:
 
 def run(first: int, count: int, processes: int, limit_s: float) -> dict[str, Any]:
     """Play the range, or what of it fits in `limit_s`."""
-    began_s, totals, bad = time.monotonic(), Counter[str](), list[dict[str, Any]]()
+    began_s, schedules, met = time.monotonic(), 0, Counter[str]()
+    bad: list[dict[str, Any]] = []
     with ProcessPoolExecutor(processes) as pool:
         chunks = _chunks(first, count)
         window = [pool.submit(play_range, *c) for c in islice(chunks, processes * 2)]
         while window:
-            played, injected, worse = window.pop(0).result()
-            totals += Counter(schedules=played, faults_injected=injected)
-            bad += worse
+            played, here, worse = window.pop(0).result()
+            schedules, bad = schedules + played, bad + worse
+            met += here
             following = next(chunks, None)
             if following is not None and time.monotonic() - began_s < limit_s:
                 window.append(pool.submit(play_range, *following))
     return {
         "first": first,
-        "schedules": totals["schedules"],
-        "faults_injected": totals["faults_injected"],
+        "schedules": schedules,
+        "faults_injected": met.total(),
         "violations": len(bad),
         "seconds": round(time.monotonic() - began_s, 3),
         "violated": bad[:_SHOWN],
+        "met": dict(sorted(met.items())),
+    }
+
+
+def failpoints_met(ranges: list[dict[str, Any]]) -> dict[str, int]:
+    """How often each failpoint of coordinator and shells has been hit."""
+    actors = (Actor.COORDINATOR, Actor.SHELL)
+    return {
+        f.name: sum(r["met"].get(f.name, 0) for r in ranges)
+        for f in FAILPOINTS
+        if f.actor in actors
     }
 
 
@@ -113,7 +127,13 @@ def main() -> int:
     ranges = [*known, run(args.first, args.count, args.processes, args.limit_s)]
     sums = ("schedules", "violations", "faults_injected", "seconds")
     metrics = {name: float(sum(r[name] for r in ranges)) for name in sums}
-    path = write_result(NAME, metrics, {"systematic": len(_systematic()), "ranges": ranges})
+    hits = failpoints_met(ranges)
+    metrics |= {
+        "failpoints": float(len(hits)),
+        "failpoints_met": float(sum(map(bool, hits.values()))),
+    }
+    detail = {"systematic": len(_systematic()), "failpoints_met": hits, "ranges": ranges}
+    path = write_result(NAME, metrics, detail)
     print(json.dumps(metrics), path)
     return 1 if metrics["violations"] else 0
 

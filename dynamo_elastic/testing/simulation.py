@@ -85,7 +85,8 @@ class Verdict:
 
     schedule: Schedule
     violations: tuple[str, ...]
-    injected: int
+    met: tuple[str, ...]
+    """Places at which a fault has hit, in order."""
     committed: tuple[tuple[str, int], ...]
     """Source and width of every operation that was decided."""
 
@@ -103,9 +104,8 @@ def play(schedule: Schedule, *, coordinator: type[Coordinator] = Coordinator) ->
         finally:
             failpoints.set_hook(None)
     seen = world.invariants
-    return Verdict(
-        schedule, tuple(seen.violations), world.misfortune.injected, tuple(seen.committed)
-    )
+    met = tuple(world.misfortune.met)
+    return Verdict(schedule, tuple(seen.violations), met, tuple(seen.committed))
 
 
 class ShufflingLoop(VirtualTimeLoop):

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from dynamo_elastic.coordinator.store import Guard, Op, Store, Versioned, Watch
 from dynamo_elastic.errors import EngineError, OutcomeUnknown, StoreUnavailable
+from dynamo_elastic.failpoints import error_at
 from dynamo_elastic.types import LeaseId
 
 
@@ -47,7 +48,7 @@ class Fault:
         if self.nth == -1:
             self.until_s = now_s + lasts_s
         if self.mishap is Mishap.STUCK:
-            return Mishap.ERROR if now_s < self.until_s else None
+            return self.mishap if now_s < self.until_s else None
         return self.mishap if self.nth == -1 else None
 
 
@@ -57,7 +58,8 @@ class Misfortune:
 
     faults: list[Fault]
     delay_s: float
-    injected: int = 0
+    met: list[str] = field(default_factory=list)
+    """Places at which something has happened, in order."""
     over: bool = False
 
     def at(self, process: str, place: str) -> Mishap | None:
@@ -67,7 +69,7 @@ class Misfortune:
         for fault in self.faults:
             mishap = fault.here(process, place, self.delay_s)
             if mishap is not None:
-                self.injected += 1
+                self.met.append(place)
                 return mishap
         return None
 
@@ -93,7 +95,9 @@ class Process:
 
 
 def meet(name: str) -> None:
-    """The hook for failpoints: what happens to the process that comes by one."""
+    """The hook for failpoints: what happens to the process that comes by one. What is no crash and
+    no error happens to the next thing that it writes; who is stuck can't write, or does not know
+    how to go on."""
     process = PROCESS.get()
     if process is None or process.dead:
         return
@@ -101,8 +105,9 @@ def meet(name: str) -> None:
     if mishap is Mishap.CRASH:
         process.crash()
         raise asyncio.CancelledError
-    if mishap is Mishap.ERROR and name.startswith("worker."):
-        raise EngineError(f"scripted at {name}")
+    writes = name.startswith(("coordinator.", "scale."))
+    if mishap is Mishap.ERROR or (mishap is Mishap.STUCK and not writes):
+        raise error_at(name)
     if mishap is not None:
         process.next_store = mishap
 
@@ -127,7 +132,7 @@ class ProcessStore:
         await self._pass()
         mishap = self._process.next_store
         self._process.next_store = None
-        if mishap is Mishap.ERROR:
+        if mishap is Mishap.STUCK:
             raise StoreUnavailable("scripted: refused")
         if mishap is Mishap.DELAY:
             await asyncio.sleep(self._process.misfortune.delay_s)
@@ -174,7 +179,7 @@ async def suffer(
 ) -> object:
     """`work`, as it goes for `process` at `place`: it may fail, hang, or its reply may be lost."""
     mishap = process.misfortune.at(process.name, place)
-    if mishap is Mishap.ERROR:
+    if mishap in (Mishap.ERROR, Mishap.STUCK):
         raise EngineError(f"scripted: {place} refused")
     if mishap is Mishap.DELAY:
         await asyncio.sleep(process.misfortune.delay_s)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from dynamo_elastic.testing.simulation import SimulatedDeployment
 
 
+DROPPED = "dynamo.visible"
+"""The place at which Dynamo drops a registration."""
+
+
 class SimulatedRegistrar:
     """Dynamo for one shell: registered or not."""
 
@@ -37,6 +41,9 @@ class SimulatedRegistrar:
         self.registered = False
 
     def visible(self) -> bool:
+        """False once Dynamo has dropped it: whatever the misfortune, that is what it does."""
+        if self._process.misfortune.at(self._process.name, DROPPED) is not None:
+            self.registered = False
         return self.registered
 
     def report(self, load: Load) -> None:

@@ -19,6 +19,7 @@ from dynamo_elastic.phases import PHASES, Kind, Phase, Step
 from dynamo_elastic.snapshot.base import RESTORE_MOVES, TAKE_MOVES, CudaOperation
 from dynamo_elastic.testing import simulation, simulation_faults
 from dynamo_elastic.testing.simulation import COORDINATOR, Schedule, play
+from dynamo_elastic.testing.simulation_parts import DROPPED
 
 PACKAGE = Path(dynamo_elastic.__file__).parent
 FOLDERS = (PACKAGE, PACKAGE.parent / "snapshot", PACKAGE.parent / "comm")
@@ -178,6 +179,7 @@ SCHEDULES = (
     Schedule(3, (4,), ((COORDINATOR, "scale.before_stream", "crash", 0),)),
     Schedule(4, (4,), (("slot1", "engine.decide", "stuck", 1),)),
     Schedule(5, (9,), ()),
+    Schedule(6, (4,), (("slot1", DROPPED, "error", 0),)),
 )
 
 
@@ -195,8 +197,7 @@ def test_operations_really_come_by_the_failpoints_of_coordinator_and_shells(
     for schedule in SCHEDULES:
         assert play(schedule).violations == ()
     wanted = {f.name for f in FAILPOINTS if f.actor in (Actor.COORDINATOR, Actor.SHELL)}
-    # No simulated registration is ever dropped.
-    assert wanted - met == {"registration.before_repair"}
+    assert wanted - met == set()
 
 
 def test_the_documentation_has_this_table() -> None:
