@@ -327,7 +327,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8130)
     parser.add_argument("--rpc-port", type=int, default=13345)
     parser.add_argument("--work", type=Path, default=Path(".demo/vllm_elastic"))
-    arguments, arguments.flags = parser.parse_known_args()
+    arguments, flags = parser.parse_known_args()
+    arguments.flags = flags
     if arguments.engine == UPSTREAM and (min(arguments.widths) < 2 or arguments.leavers != ENDED):
         parser.error("upstream has no group below 2 ranks, and its leavers end")
     return arguments

@@ -12,11 +12,11 @@ Range = tuple[int, int]
 
 def of_tensor(tensor: Tensor) -> Range:
     """All that a tensor can touch of its storage."""
-    start = tensor.untyped_storage().data_ptr()
-    if tensor.numel():
-        start += tensor.storage_offset() * tensor.element_size()
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps) if tensor.numel() else -1
+    last = sum(int((size - 1) * stride) for size, stride in steps)
     return start, start + (last + 1) * tensor.element_size()
 
 

@@ -301,7 +301,8 @@ class ElasticWorker(Worker):  # type: ignore[misc]
     def elastic_rebind_check(self) -> dict[str, Any]:
         """Whether the graphs of this rank could go on with another buffer. The group must be idle;
         through collective_rpc()."""
-        return self.rebinding().check()
+        found: dict[str, Any] = self.rebinding().check()
+        return found
 
     def rebinding(self) -> Any:
         """Of all graphs of this rank, from the buffer that it has now."""
