@@ -258,6 +258,10 @@ class Core(our_core.ElasticEngineCore):
             fault("groups")
             self._eep_scale_up_before_kv_init()
 
+    def resume_scheduler(self) -> None:
+        fault("resume")
+        super().resume_scheduler()
+
     def _process_engine_step(self) -> bool:
         if not self.scheduler.has_unfinished_requests():
             return False

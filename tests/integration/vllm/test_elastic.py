@@ -174,7 +174,7 @@ def test_up_and_down_and_up(group: Group) -> None:
         group.lose(2)
 
 
-@pytest.mark.parametrize("fault", ["stream", "ready", "stop-ready"])
+@pytest.mark.parametrize("fault", ["stream", "ready", "stop-ready", "resume", "stop-resume"])
 def test_a_joiner_that_fails_costs_nothing(group: Group, fault: str) -> None:
     group.join(fault)
     for answer in group.scale(3, (0, 1)):

@@ -31,6 +31,9 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
 
     poll_s = ElasticSettings().poll_s
 
+    prepared_scale: Any
+    """vLLM's own: the operation that can be committed."""
+
     def __init__(self, client: Any) -> None:
         super().__init__(client)
         routes.install()  # Made before vLLM puts its routers into the application.
@@ -65,10 +68,31 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         try:
             await super().commit()
         except BaseException as exc:
-            if stays and await self._undo(str(exc) or type(exc).__name__) == Stage.GIVEN_UP:
+            if not stays:
+                raise
+            if await self._undo(str(exc) or type(exc).__name__) == Stage.GIVEN_UP:
                 await self._resume()
-                raise EngineError(f"the operation was undone: {exc}") from exc
-            raise
+            elif prepared.scale_up and self._is_switched(prepared):
+                await self._shrink_back(prepared)
+            else:
+                raise
+            raise EngineError(f"the operation was undone: {exc}") from exc
+
+    def _is_switched(self, prepared: Any) -> bool:
+        """Whether the larger group is in force here, so that what failed is to resume."""
+        now = self.client.vllm_config.parallel_config.data_parallel_size
+        return bool(now == prepared.bootstrap.new_data_parallel_size)
+
+    async def _shrink_back(self, failed: Any) -> None:
+        """Those who served before go on without those who joined, of whom one died or stands still
+        since the commit: scale down to what was, with nobody who leaves taking part. Nobody holds
+        an expert but they, and all of them rest."""
+        before = failed.cur_data_parallel_size
+        _log.error("a rank that joined did not come to resume: back to %d ranks", before)
+        await super().prepare(failed.bootstrap.new_data_parallel_size, before)
+        self.prepared_scale.cur_data_parallel_size = before
+        await super().commit()
+        set_scaling_elastic_ep(False)
 
     async def attach(self) -> dict[str, float]:
         """This rank, which has left, joins the group that scales up to it; requests that come from

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import ReduceOp
 from vllm.distributed.utils import cpu_all_reduce_
 from vllm.v1.engine import core
 
-from dynamo_elastic.engine.vllm.elastic.groups import close_gloo
+from dynamo_elastic.engine.vllm.elastic.groups import close_gloo, reduce
 from dynamo_elastic.engine.vllm.elastic.guard import Stage
 from dynamo_elastic.engine.vllm.elastic.laps import Laps
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
@@ -103,6 +104,20 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
         if pausing == size:
             self.ignore_start_dp_wave, self.pending_pause = True, False
         return bool(unfinished > 0 or pausing % size != 0)
+
+    def _pause_complete(self) -> bool:
+        """An engine that rests already, since nobody could resume, has nothing to agree on."""
+        return (self.ignore_start_dp_wave and not self.engines_running) or bool(
+            super()._pause_complete()
+        )
+
+    def resume_scheduler(self) -> None:
+        """As vLLM's, which waits half an hour for a rank that stands still. Raises RuntimeError if
+        one did not come in time; this engine rests on then."""
+        if self.dp_group is not None and not self.engines_running and not self.pending_pause:
+            settings = ElasticSettings.from_environment()
+            reduce(self.dp_group, [0], ReduceOp.MAX, settings.commit_timeout_s)
+        super().resume_scheduler()
 
     def reinitialize_distributed(self, reconfig_request: Any) -> str:
         self._clear_failed()

@@ -45,6 +45,7 @@ HOOKS: tuple[Hook, ...] = (
         reinitialize_distributed="self reconfig_request",
         commit_prepared_elastic_ep="self",
         resume_scheduler="self",
+        _pause_complete="self",
         shutdown="self",
     ),
     Hook("vllm.distributed.utils", "cpu_all_reduce_", ("tensor", "group", "timeout")),
