@@ -305,9 +305,10 @@ class WorkersConfig(Section):
     """Slot N serves Dynamo's health, metrics and control routes on 127.0.0.1, at this port + N; a
     vLLM engine of slot N its own, at this port + scale.max_ranks + N. 0: none. Not above 32767 with
     the last slot: Dynamo reads it as a signed 16-bit number."""
-    lease_ttl_s: int = Field(default=20, ge=2, le=60)
-    """Of Dynamo's leases, those of frontend and planner too. Dynamo needs that long to come back to
-    an etcd that was restarted; the instance of a worker that was killed is visible for so long."""
+    lease_ttl_s: int = Field(default=60, ge=2, le=600)
+    """Of Dynamo's leases, those of frontend and planner too. After two thirds of it without etcd
+    they end, so 60 outlives 30 s. The instance of a worker that was killed is taken away sooner, by
+    its successor or once it is evicted."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Prometheus metrics of slot N on observe.metrics_host, at this port + N; 0: none."""
 

@@ -99,6 +99,7 @@ def _shell() -> Iterator[Failpoint]:
         *("worker.resumes", "worker.settles", "worker.evicted"),
         *("registration.before_register", "registration.before_unregister"),
         *("registration.before_refresh", "registration.before_repair"),
+        "registration.before_expel",
     ):
         yield Failpoint(name, Actor.SHELL, Stage.IDLE)
 

@@ -34,6 +34,10 @@ SYSTEM_PORT = "DYN_SYSTEM_PORT"
 """Environment: where Dynamo serves a process's health, metrics and control routes."""
 
 
+RUNTIME_DATA_KEY = "dynamo_elastic"
+"""In a card: under it is what the instance was registered with, as JSON in JSON."""
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
     """What is the same in every registration of one shell."""
@@ -81,6 +85,10 @@ class Registrar(Protocol):
     def visible(self) -> bool:
         """False while nothing is registered, or once Dynamo has dropped it, its lease having run
         out."""
+        ...
+
+    def owns(self, instance_id: int) -> bool:
+        """True if this process, or its engine, answers for that instance."""
         ...
 
     def report(self, load: Load) -> None:

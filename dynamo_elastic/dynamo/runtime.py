@@ -85,6 +85,11 @@ class DynamoInstance:
         """See Registrar."""
         return self._main.published and not self._main.ended
 
+    def owns(self, instance_id: int) -> bool:
+        """See Registrar."""
+        seats = (self._main, self._stand_in)
+        return instance_id in {seat.instance_id for seat in seats if seat is not None}
+
     def report(self, load: Load) -> None:
         """See Registrar."""
         self._main.report(load)

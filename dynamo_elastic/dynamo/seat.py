@@ -22,7 +22,14 @@ from dynamo.llm import (
 from dynamo.llm.exceptions import InvalidArgument, StreamIncomplete
 from dynamo.runtime import DistributedRuntime
 
-from dynamo_elastic.dynamo.base import SYSTEM_PORT, ControlRoute, Handler, InstanceSpec, Load
+from dynamo_elastic.dynamo.base import (
+    RUNTIME_DATA_KEY,
+    SYSTEM_PORT,
+    ControlRoute,
+    Handler,
+    InstanceSpec,
+    Load,
+)
 from dynamo_elastic.errors import RegistrationFailed, RequestMoved, RequestRefused
 
 log = logging.getLogger(__name__)
@@ -31,7 +38,6 @@ _POLL_S = 0.005
 _TIMEOUT_S = 10.0
 _SEEN_TIMEOUT_S = 2.0
 """A change of a card that is not seen by then is made once more: Dynamo has lost one."""
-_RUNTIME_DATA_KEY = "dynamo_elastic"
 
 
 class Seat:
@@ -163,7 +169,7 @@ class Seat:
         card.total_kv_blocks = self._spec.kv_blocks
         card.max_num_seqs = self._spec.batch_tokens
         card.max_num_batched_tokens = self._spec.batch_tokens
-        card.set_engine_specific(_RUNTIME_DATA_KEY, json.dumps(tag))
+        card.set_engine_specific(RUNTIME_DATA_KEY, json.dumps(tag))
         await register_model(
             ModelInput.Tokens,
             ModelType.Chat | ModelType.Completions,
@@ -179,7 +185,7 @@ class Seat:
     async def _see_card(self, tag: str) -> None:
         client = await self._discovery()
         while self.instance_id not in await client.wait_for_instances_by_runtime_data(
-            _RUNTIME_DATA_KEY, tag, 1, _TIMEOUT_S
+            RUNTIME_DATA_KEY, tag, 1, _TIMEOUT_S
         ):
             await asyncio.sleep(_POLL_S)
 

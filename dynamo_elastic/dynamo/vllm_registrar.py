@@ -44,6 +44,10 @@ class VllmRegistrar:
         """As far as we know: a worker of Dynamo that loses its lease ends, and so its engine."""
         return True
 
+    def owns(self, instance_id: int) -> bool:
+        """What is registered for our engine is registered by it, and goes when it does."""
+        return True
+
     def report(self, load: Load) -> None:
         """vLLM's scheduler tells the planner itself, more than we could."""
 

@@ -55,9 +55,11 @@ class PlannerWatcher:
         on_gone: Callable[[str], Awaitable[None]],
         *,
         look_every_s: float,
+        rivals_after_s: float,
     ) -> None:
-        """Looks at who runs every `look_every_s`: more than a planner's lease lasts. `on_gone` is
-        told when the planner that ran is no instance any more.
+        """Looks at who runs every `look_every_s`. Planners that are both instances for
+        `rivals_after_s`, which is more than their lease lasts, are rivals. `on_gone` is told when
+        the planner that ran is no instance any more.
 
         `on_unreached(reason)` is told when a decision ended at another width than it wanted.
         Dynamo's planner then decides nothing until the width is what it wanted, or until it is
@@ -69,6 +71,7 @@ class PlannerWatcher:
         self._on_unreached = on_unreached
         self._on_gone = on_gone
         self._look_every_s = look_every_s
+        self._rivals_after_s = rivals_after_s
 
     async def run(self) -> None:
         """Act on every decision, the newest first of all. Never returns."""
@@ -108,25 +111,28 @@ class PlannerWatcher:
         that has lost its lease: it lives on, sees no rank any more and decides nothing.
 
         One that was killed has its key until its lease runs out, and its successor has none until
-        it is up: two looks in a row must say the same.
+        it is up: so nothing is said of what has only just come, and two looks in a row must find
+        nobody.
         """
-        before: set[str] = set()
-        warned, seen = False, False
+        since_s: dict[str, float] = {}
+        clock = asyncio.get_running_loop().time
+        warned, seen, nobody = False, False, 0
         while True:
             await asyncio.sleep(self._look_every_s)
             try:
-                stored = await self._store.get_prefix(self._planner.instances)
-                found = {v.key for v in stored}
-                rivals = _rivals(sorted(found & before))
+                found = [v.key for v in await self._store.get_prefix(self._planner.instances)]
+                since_s = {key: since_s.get(key, clock()) for key in found}
+                settled = [k for k in found if clock() - since_s[k] >= self._rivals_after_s]
+                rivals = _rivals(sorted(settled))
                 if bool(rivals) is not warned:
                     await self._warn(_RIVALS, rivals)
                     warned = bool(rivals)
             except StoreError:
                 continue
-            if seen and not (found or before):
+            seen, nobody = seen or bool(found), 0 if found else nobody + 1
+            if seen and nobody == 2:
                 await self._on_gone("the planner has lost its lease")
                 seen = False
-            seen, before = seen or bool(found), found
 
     async def _act(self, decision: Decision) -> None:
         """Ask for the nearest legal width, and acknowledge when it has ended either way."""

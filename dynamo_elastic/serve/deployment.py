@@ -35,6 +35,7 @@ Adapt = Callable[[ProcessSpec], ProcessSpec]
 
 _START_TIMEOUT_S = 30.0
 _PLANNER_TIMEOUT_S = 90.0
+_LOOK_AT_PLANNERS_S = 30.0
 _OWNER_TTL_S = 10
 
 
@@ -241,7 +242,8 @@ async def _start_planner(builder: _Builder, deployment: Deployment, num_experts:
         Widths(engine_shape(config, num_experts), config.scale.limits, config.scale.max_ranks),
         on_unreached=start_over,
         on_gone=start_over,
-        look_every_s=1.5 * config.workers.lease_ttl_s,
+        look_every_s=_LOOK_AT_PLANNERS_S,
+        rivals_after_s=1.5 * config.workers.lease_ttl_s,
     )
     watching = asyncio.create_task(watcher.run())
     watching.add_done_callback(supervisor.report)

@@ -7,6 +7,7 @@ import json
 
 from dynamo_elastic.coordinator.status import Status
 from dynamo_elastic.coordinator.store import Store
+from dynamo_elastic.dynamo.base import RUNTIME_DATA_KEY
 from dynamo_elastic.errors import ElasticError
 
 Card = dict[str, str]
@@ -29,7 +30,7 @@ async def all_cards(store: Store, namespace: str) -> dict[str, Card]:
         config = json.loads(stored.value)["card_json"]["runtime_config"]
         if config["data_parallel_size"] not in (None, 1) or config["data_parallel_start_rank"]:
             raise ElasticError(f"card {name} is not of one rank: {config}")
-        found[name] = json.loads(config["runtime_data"]["dynamo_elastic"])
+        found[name] = json.loads(config["runtime_data"][RUNTIME_DATA_KEY])
     if found.keys() != instances:
         raise ElasticError(f"instances {sorted(instances)}, cards {sorted(found)}")
     return found

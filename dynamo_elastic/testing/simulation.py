@@ -22,6 +22,7 @@ from dynamo_elastic.coordinator.records import (
 )
 from dynamo_elastic.coordinator.status import Status, status_of
 from dynamo_elastic.coordinator.store import Put
+from dynamo_elastic.dynamo.registrations import Registrations
 from dynamo_elastic.engine.base import Engine
 from dynamo_elastic.testing.simulation_engine import Fabric
 from dynamo_elastic.testing.simulation_faults import (
@@ -278,7 +279,16 @@ class SimulatedDeployment:
         worker = WorkerId(process.name)
         store = ProcessStore(self.store, process, self.rng)
         registrar = SimulatedRegistrar(worker, self.invariants, process)
-        parts = ShellParts(worker, slot, store, self.keys, self.agent, registrar, self.engine)
+        parts = ShellParts(
+            worker,
+            slot,
+            store,
+            self.keys,
+            self.agent,
+            registrar,
+            Registrations(store, "sim"),
+            self.engine,
+        )
         record = MemberRecord(worker, slot, "host", 1, MemberState.STANDBY)
         presence = Presence(store, self.keys, record)
         participant = Participant(parts, presence, RequestDesk(100))

@@ -46,6 +46,9 @@ class SimulatedRegistrar:
             self.registered = False
         return self.registered
 
+    def owns(self, instance_id: int) -> bool:
+        return True
+
     def report(self, load: Load) -> None:
         """Nobody listens."""
 

@@ -9,6 +9,7 @@ from dynamo_elastic.agent.base import Agent
 from dynamo_elastic.coordinator.records import Keys
 from dynamo_elastic.coordinator.store import Store
 from dynamo_elastic.dynamo.base import Registrar
+from dynamo_elastic.dynamo.registrations import Registrations
 from dynamo_elastic.engine.base import Engine
 from dynamo_elastic.types import WorkerId
 
@@ -23,5 +24,6 @@ class ShellParts:
     keys: Keys
     agent: Agent
     registrar: Registrar
+    registrations: Registrations
     connect: Callable[[str], Engine]
     """Opens a client to the engine that listens on this socket; the shell closes it."""

@@ -16,6 +16,7 @@ from dynamo_elastic.coordinator.etcd import EtcdStore
 from dynamo_elastic.coordinator.records import Keys, MemberRecord, MemberState
 from dynamo_elastic.coordinator.store import check_admitted
 from dynamo_elastic.dynamo.environment import dynamo_environment, dynamo_secrets
+from dynamo_elastic.dynamo.registrations import Registrations
 from dynamo_elastic.engine.client import EngineClient
 from dynamo_elastic.errors import ConfigError, ResourceMissing, StoreRefused
 from dynamo_elastic.failpoints import arm_from_environment
@@ -60,6 +61,7 @@ async def serve(config: DeploymentConfig, slot: int) -> None:
         keys=keys,
         agent=agent,
         registrar=instance,
+        registrations=Registrations(store, config.namespace),
         connect=lambda path: EngineClient(Path(path)),
     )
     record = MemberRecord(

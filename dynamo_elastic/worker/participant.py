@@ -309,6 +309,24 @@ class Participant:
                 failpoint("registration.before_repair")
                 await self._parts.registrar.register(self._card)
 
+    async def expel_the_gone(self, topology: Topology) -> None:
+        """Take the instances of processes that are gone away from Dynamo, whose leases last long:
+        what an earlier shell of ours has left, and, as rank 0 of `topology`, which is in force,
+        what is of no engine in it. Idempotent. Raises StoreError."""
+        rank = topology.rank_of(self._parts.worker_id)
+        if rank is None or not self._placed(topology):
+            return
+        failpoint("registration.before_expel")
+        in_force = {m.incarnation for m in topology.members}
+        for registration in await self._parts.registrations.read(self._parts.keys.deployment):
+            if registration.incarnation == self._incarnation:
+                gone = not self._parts.registrar.owns(registration.instance_id)
+            else:
+                older = registration.epoch < topology.epoch
+                gone = rank == 0 and older and registration.incarnation not in in_force
+            if gone:
+                await self._parts.registrations.expel(registration)
+
     async def adopt(self) -> None:
         """Of a shell that has just started: the engine that an earlier one of this slot left in the
         topology in force serves on, with us. What it was doing for the other's requests ends
@@ -345,6 +363,7 @@ class Participant:
             await self._stay(topology)
         elif self._presence.state is MemberState.SERVING:
             await self._register(topology)
+            await self.expel_the_gone(topology)
 
     async def settle(self) -> None:
         """No operation is under way: undo what one has left here that could not be told to.
@@ -448,6 +467,7 @@ class Participant:
 
     def _data(self, topology: Topology) -> dict[str, str]:
         return {
+            "deployment": self._parts.keys.deployment,
             "epoch": str(topology.epoch),
             "rank": str(self._rank(topology)),
             "width": str(topology.world_size),

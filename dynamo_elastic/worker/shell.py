@@ -258,7 +258,8 @@ class Shell:
                 topology = await self._participant.in_force()
                 async with self._one_at_a_time:
                     await self._participant.follow(topology)
-                return await self._participant.refresh(topology)
+                await self._participant.refresh(topology)
+                return await self._participant.expel_the_gone(topology)
             except _NOT_NOW as exc:
                 log.warning("epoch %d is not followed yet: %s", epoch, exc)
                 await asyncio.sleep(_RETRY_S)

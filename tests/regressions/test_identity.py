@@ -21,6 +21,7 @@ from dynamo_elastic.coordinator.records import (
 )
 from dynamo_elastic.coordinator.session import Session
 from dynamo_elastic.coordinator.store import Put
+from dynamo_elastic.dynamo.registrations import Registrations
 from dynamo_elastic.engine.base import EngineState, Request
 from dynamo_elastic.engine.reference.model import Weights
 from dynamo_elastic.engine.reference.transfers import Transfers
@@ -59,6 +60,9 @@ class Cards:
     async def unregister(self) -> None:
         return
 
+    def owns(self, instance_id: int) -> bool:
+        return instance_id == 1
+
     def visible(self) -> bool:
         return True
 
@@ -74,7 +78,14 @@ class Bench:
         self.engines: dict[str, FakeEngine] = {}
         self.agent = FakeAgent(2, self._boot)
         parts = ShellParts(
-            ME, 1, self.store, KEYS, self.agent, self.cards, lambda path: self.engines[path]
+            ME,
+            1,
+            self.store,
+            KEYS,
+            self.agent,
+            self.cards,
+            Registrations(self.store, "ns"),
+            lambda path: self.engines[path],
         )
         member = MemberRecord(ME, 1, "host", 1, MemberState.STANDBY)
         self.presence = Presence(self.store, KEYS, member)
@@ -167,6 +178,7 @@ async def test_who_is_restored_says_who_it_is(here: Bench) -> None:
     await here.run(Step.SERVE)
     (card,) = here.cards.seen
     assert card == {
+        "deployment": KEYS.deployment,
         "epoch": "1",
         "rank": "1",
         "width": "2",

@@ -132,7 +132,7 @@ CHANGING = {
     "dynamo_elastic/coordinator/main_loop.py": ("lead", "_answer"),
     "dynamo_elastic/worker/participant.py": (
         *("run", "decided", "follow", "refresh", "resume", "settle", "suspend"),
-        *("keep_registered",),
+        *("keep_registered", "expel_the_gone"),
     ),
     "dynamo_elastic/kubernetes/controller.py": ("_apply",),
 }

@@ -161,6 +161,7 @@ async def test_the_width_follows_load_and_limits_from_legal_width_to_legal_width
             unexpected,
             unexpected,
             look_every_s=10.0,
+            rivals_after_s=10.0,
         )
         tasks = [asyncio.create_task(c) for c in (cluster.obey(), cluster.report(), watcher.run())]
         try:

@@ -113,6 +113,7 @@ class World:
             on_unreached=self._unexpected,
             on_gone=self._unexpected,
             look_every_s=0.3,
+            rivals_after_s=0.3,
         )
         tasks = [asyncio.create_task(self.coordinate())]
         await self.coordinating.wait()

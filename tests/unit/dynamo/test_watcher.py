@@ -88,6 +88,7 @@ class Bench:
             self.on_unreached,
             self.on_gone,
             look_every_s=10.0,
+            rivals_after_s=15.0,
         )
         tasks = [asyncio.create_task(c) for c in (self.coordinate(), watcher.run())]
         await asyncio.sleep(0.1)
@@ -164,6 +165,7 @@ def test_no_legal_width_at_all_asks_for_nothing() -> None:
             bench.on_unreached,
             bench.on_gone,
             look_every_s=10.0,
+            rivals_after_s=15.0,
         )
         task = asyncio.create_task(watcher.run())
         await bench.decide(0, 4)
@@ -306,12 +308,12 @@ def test_a_planner_that_was_killed_is_no_second_one() -> None:
             await asyncio.sleep(15.0)
             # Its successor is there before its lease has run out.
             await bench.store.txn([], [Put(f"{PLANNER.instances}generate/b", b"{}")])
-            await asyncio.sleep(8.0)
+            await asyncio.sleep(13.0)
             await bench.store.txn([], [Delete(f"{PLANNER.instances}generate/a")])
             await asyncio.sleep(30.0)
             assert bench.warnings == []
             await bench.store.txn([], [Put(f"{PLANNER.instances}generate/c", b"{}")])
-            await asyncio.sleep(25.0)
+            await asyncio.sleep(40.0)
             assert "(instances b, c); keep one" in bench.warnings[0]
             await bench.store.txn([], [Delete(f"{PLANNER.instances}generate/b")])
             await asyncio.sleep(15.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -25,6 +26,7 @@ from dynamo_elastic.coordinator.records import (
 )
 from dynamo_elastic.coordinator.store import Delete, Put
 from dynamo_elastic.dynamo.base import Load
+from dynamo_elastic.dynamo.registrations import Registrations
 from dynamo_elastic.errors import EngineError, IllegalTransition, RegistrationFailed
 from dynamo_elastic.phases import Step
 from dynamo_elastic.testing.agent import FakeAgent
@@ -61,6 +63,7 @@ class FakeRegistrar:
         self.registrations = 0
         self.failures = 0
         """So many registrations fail from now on."""
+        self.instance_id = 42
 
     async def register(self, runtime_data: Mapping[str, str]) -> int:
         self.registrations += 1
@@ -69,10 +72,13 @@ class FakeRegistrar:
             self.data = None
             raise RegistrationFailed("Dynamo does not answer")
         self.data = runtime_data
-        return 42
+        return self.instance_id
 
     async def unregister(self) -> None:
         self.data = None
+
+    def owns(self, instance_id: int) -> bool:
+        return instance_id == self.instance_id
 
     def visible(self) -> bool:
         return self.data is not None
@@ -90,7 +96,14 @@ class Bench:
         self.agent = FakeAgent(2, self._boot, {1: "image"}, parks=True)
         self.registrar = FakeRegistrar()
         parts = ShellParts(
-            ME, 1, self.store, KEYS, self.agent, self.registrar, lambda path: self.engines[path]
+            ME,
+            1,
+            self.store,
+            KEYS,
+            self.agent,
+            self.registrar,
+            Registrations(self.store, "ns"),
+            lambda path: self.engines[path],
         )
         member = MemberRecord(ME, 1, "host", 1, MemberState.STANDBY)
         self.presence = Presence(self.store, KEYS, member)
@@ -667,3 +680,59 @@ async def test_a_rank_withdraws_unless_it_has_switched(bench: Bench) -> None:
     await bench.join()
     assert (await bench.command(Step.WITHDRAW)).payload == {"switched": True}
     assert (await bench.command(Step.WITHDRAW, epoch=2)).payload == {"switched": False}
+
+
+def registered(instance_id: int, **changes: str) -> Put:
+    """A card as Dynamo keeps it, on the lease that it is named by."""
+    known = {"deployment": KEYS.deployment, "epoch": "1", "incarnation": "gone"}
+    data = {"dynamo_elastic": json.dumps(known | changes)}
+    card = {"card_json": {"runtime_config": {"runtime_data": data}}}
+    key = f"v1/mdc/ns/backend/generate/{instance_id:x}"
+    return Put(key, json.dumps(card).encode(), LeaseId(instance_id))
+
+
+async def cards(bench: Bench) -> set[int]:
+    stored = await bench.store.get_prefix("v1/mdc/")
+    return {int(v.key.rpartition("/")[2], 16) for v in stored}
+
+
+def alone(bench: Bench, epoch: int) -> Topology:
+    """This shell is rank 0, and the only one."""
+    return Topology(Epoch(epoch), (Member(ME, bench.engine.incarnation, (0, 1)),))
+
+
+@scenario
+async def test_rank_0_takes_away_what_the_evicted_have_left_in_dynamo(bench: Bench) -> None:
+    await bench.join()
+    leases = [await bench.store.grant_lease(60) for _ in range(5)]
+    theirs, later, foreign, evicted, mine = leases
+    puts = [
+        registered(theirs, deployment="another"),
+        registered(later, epoch="3"),
+        Put(f"v1/mdc/ns/backend/generate/{foreign:x}", b'{"card_json": {}}', foreign),
+        registered(evicted),
+        registered(mine, incarnation=bench.engine.incarnation),
+    ]
+    await bench.store.txn([], puts)
+    bench.registrar.instance_id = mine
+    bench.engine.topology = bench.topology(2)
+    await bench.commit(bench.topology(2))
+    await asyncio.sleep(1.0)
+    assert await cards(bench) == set(leases), "that is for rank 0"
+    bench.engine.topology = alone(bench, 2)
+    await bench.commit(alone(bench, 2))
+    await asyncio.sleep(1.0)
+    assert await cards(bench) == set(leases) - {evicted}
+
+
+@scenario
+async def test_a_shell_takes_away_what_the_one_before_it_has_left(bench: Bench) -> None:
+    await bench.join()
+    before, now = [await bench.store.grant_lease(60) for _ in range(2)]
+    mine = bench.engine.incarnation
+    await bench.store.txn([], [registered(i, incarnation=mine) for i in (before, now)])
+    bench.registrar.instance_id = now
+    bench.store.expire(bench.shell_lease())
+    await asyncio.sleep(2.0)
+    assert bench.state() is MemberState.SERVING
+    assert await cards(bench) == {now}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dynamo_elastic.coordinator.records import CommandRecord, Keys, MemberRecord, MemberState
 from dynamo_elastic.coordinator.session import Session
 from dynamo_elastic.dynamo.base import Load
+from dynamo_elastic.dynamo.registrations import Registrations
 from dynamo_elastic.phases import Step
 from dynamo_elastic.testing.agent import FakeAgent
 from dynamo_elastic.testing.engine import FakeEngine
@@ -26,6 +27,9 @@ class Nobody:
     async def unregister(self) -> None:
         return
 
+    def owns(self, instance_id: int) -> bool:
+        return instance_id == 1
+
     def visible(self) -> bool:
         return True
 
@@ -36,7 +40,16 @@ class Nobody:
 def test_one_key_a_shell_whoever_collects_it() -> None:
     async def main() -> None:
         store = FakeStore()
-        parts = ShellParts(ME, 0, store, KEYS, FakeAgent(1), Nobody(), lambda _: FakeEngine(ME))
+        parts = ShellParts(
+            ME,
+            0,
+            store,
+            KEYS,
+            FakeAgent(1),
+            Nobody(),
+            Registrations(store, "ns"),
+            lambda _: FakeEngine(ME),
+        )
         presence = Presence(store, KEYS, MemberRecord(ME, 0, "host", 1, MemberState.STANDBY))
         session = await Session.open(store, 5)
         await presence.claim(session)
