@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import ReduceOp
 from vllm.distributed.utils import cpu_all_reduce_
-from vllm.v1.engine import core
+from vllm.v1.engine import ReconfigureDistributedRequest, core
 
 from dynamo_elastic.engine.vllm.elastic.groups import close_gloo, reduce
 from dynamo_elastic.engine.vllm.elastic.guard import Stage
@@ -63,8 +64,9 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
         own_bytes = self.available_gpu_memory_for_kv_cache
         laps = Laps()
         try:
-            with handshake.greeted(parallel, self.engine_index):
+            with handshake.greeted(parallel, self.engine_index) as addresses:
                 laps.mark("handshake")
+                self.follow_coordinator(addresses)
                 self._init_data_parallel(self.vllm_config)
                 laps.mark("engines")
                 told = {name: getattr(parallel, name) for name in handshake.TOLD}
@@ -81,7 +83,16 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
         self.available_gpu_memory_for_kv_cache = own_bytes
         redundant = parallel.eplb_config.num_redundant_experts
         seconds = laps.s | {f"worker: {part}": s for part, s in worker.items()}
-        return told | {"num_redundant_experts": redundant, "seconds": seconds}
+        found = {name: getattr(addresses, name) for name in handshake.ADDRESSES}
+        return {
+            "parallel": told,
+            "num_redundant_experts": redundant,
+            "addresses": found,
+            "seconds": seconds,
+        }
+
+    def follow_coordinator(self, addresses: Any) -> None:
+        """It was followed from the start."""
 
     def _has_global_unfinished_reqs(self, local_unfinished: bool) -> bool:
         """As vLLM's, with a third number: while any rank scales or pauses, all exchange at every
@@ -121,6 +132,10 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
 
     def reinitialize_distributed(self, reconfig_request: Any) -> str:
         self._clear_failed()
+        if not isinstance(reconfig_request, ReconfigureDistributedRequest):
+            # vLLM makes it of what came over the wire by a method's annotations, which are strings
+            # in this module.
+            reconfig_request = msgspec.convert(reconfig_request, ReconfigureDistributedRequest)
         key = str(super().reinitialize_distributed(reconfig_request))
         self._last = self.eep_scaling_state
         return key
@@ -142,6 +157,12 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
             self.process_input_queue_block = True
 
 
-def install() -> None:
-    """vLLM makes ElasticEngineCores from now on."""
-    core.DPEngineCoreProc = ElasticEngineCore
+def install(made: type[ElasticEngineCore]) -> None:
+    """vLLM makes engine cores of that class from now on."""
+    core.DPEngineCoreProc = made
+
+
+# The engine core converts what comes over the wire by these; annotations here are strings.
+ElasticEngineCore.reinitialize_distributed.__annotations__["reconfig_request"] = (
+    ReconfigureDistributedRequest
+)
