@@ -320,6 +320,7 @@ class Client:
         return "keep"
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
+        args = tuple(msgspec.msgpack.decode(msgspec.msgpack.encode(args)))  # as over the wire
         future = self._loop.create_future()
         self._calls[id(future)] = future
         request = (0, id(future), method, args)

@@ -30,6 +30,8 @@ class ElasticSettings:
     """From a commit to the first rebalancing of experts, in steps of the engine."""
     park_leavers: bool = False
     """A rank that leaves lets go of its peers and lives on, to be parked; else it ends."""
+    detached: bool = False
+    """A rank boots without a group, to be parked or put into an image, and joins one later."""
     rebind_graphs: bool = True
     """A rank that comes back goes on with the graphs that it has; else it captures them again."""
 

@@ -99,14 +99,24 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         now on wait for the commit. Returns the seconds of each part. Raises RuntimeError if it did
         not come to be ready."""
         told = await self.client.call_utility_async("attach_elastic_ep")
-        seconds: dict[str, float] = told.pop("seconds")
         parallel = self.client.vllm_config.parallel_config
-        parallel.eplb_config.num_redundant_experts = told.pop("num_redundant_experts")
-        for name, value in told.items():
+        parallel.eplb_config.num_redundant_experts = told["num_redundant_experts"]
+        for name, value in told["parallel"].items():
             setattr(parallel, name, value)
+        self._find_coordinator(told["addresses"])
         self.active_epoch = self.active_reconfig_store = None
         set_elastic_ep_rank_retired(False)
+        seconds: dict[str, float] = told["seconds"]
         return seconds
+
+    def _find_coordinator(self, addresses: dict[str, str | None]) -> None:
+        """A front end whose engine booted without a group hears of the DP coordinator now."""
+        client = self.client
+        if client.stats_update_address is None:
+            client.coordinator_input_address = addresses["coordinator_input"]
+            client.coordinator_output_address = addresses["coordinator_output"]
+            client.stats_update_address = addresses["frontend_stats_publish_address"]
+            client._ensure_stats_update_task()
 
     def abort(self, error: str) -> None:
         super().abort(error)
@@ -217,6 +227,18 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
             server.raise_if_failed()
 
 
+class ElasticClient(core_client.DPAsyncMPClient):  # type: ignore[misc]
+    """vLLM's client of one rank's engine. It has statistics from the DP coordinator when it knows
+    of one."""
+
+    stats_update_address: str | None = None
+
+    def _ensure_stats_update_task(self) -> None:
+        if self.stats_update_address is not None:
+            super()._ensure_stats_update_task()
+
+
 def install() -> None:
-    """vLLM's clients make ElasticCoordinators from now on."""
+    """vLLM makes ElasticClients, and they ElasticCoordinators, from now on."""
     core_client.ExternalElasticEPScaleCoordinator = ElasticCoordinator
+    core_client.DPAsyncMPClient = ElasticClient

@@ -85,10 +85,14 @@ TOLD = (
 """What rank 0 tells of the group that a rank joins, as fields of its ParallelConfig."""
 
 
+ADDRESSES = ("coordinator_input", "coordinator_output", "frontend_stats_publish_address")
+"""Where the DP coordinator is, as fields of vLLM's EngineZmqAddresses."""
+
+
 @contextmanager
-def greeted(parallel: Any, rank: int) -> Iterator[None]:
-    """`parallel` knows the group that `rank` joins; rank 0 hears that it is ready if this ends
-    well. Waits for rank 0 as vLLM's joiners do."""
+def greeted(parallel: Any, rank: int) -> Iterator[Any]:
+    """`parallel` knows the group that `rank` joins; gives vLLM's EngineZmqAddresses of rank 0, who
+    hears that this one is ready if this ends well. Waits for rank 0 as vLLM's joiners do."""
     # That it joins is what tells vLLM how to read the answer.
     os.environ["VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"] = "1"
     envs.disable_envs_cache()
@@ -102,8 +106,7 @@ def greeted(parallel: Any, rank: int) -> Iterator[None]:
             context, address, zmq.DEALER, identity=identity, linger=5000, bind=False
         ) as socket,
     ):
-        EngineCoreProc.startup_handshake(socket, True, False, parallel)
-        yield
+        yield EngineCoreProc.startup_handshake(socket, True, False, parallel)
         socket.send(msgspec.msgpack.encode({"status": "READY"}))
 
 

@@ -17,6 +17,7 @@ from vllm.distributed.eplb import eplb_state as eplb
 from vllm.distributed.parallel_state import _replace_active_groups, get_dp_group, get_ep_group
 from vllm.utils import is_moe_layer
 from vllm.v1.engine import ReconfigureDistributedRequest, ReconfigureRankType
+from vllm.v1.worker import dp_utils
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.version import __version__
 
@@ -26,7 +27,7 @@ from dynamo_elastic.engine.vllm.elastic.laps import Laps
 from dynamo_elastic.engine.vllm.elastic.placement import is_complete, logical_maps
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.elastic.stream import Stream
-from dynamo_elastic.engine.vllm.v0_33 import alone, buffer, groups
+from dynamo_elastic.engine.vllm.v0_33 import alone, buffer, detached, groups
 from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
 from dynamo_elastic.engine.vllm.v0_33.leaver import Leaver, used_bytes
 
@@ -35,6 +36,8 @@ _ABORT_WAIT_S = 0.2
 check_hooks(__version__)
 groups.install()
 eplb.compute_logical_maps = logical_maps
+if ElasticSettings.from_environment().detached:
+    detached.install()
 
 
 class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
@@ -187,6 +190,13 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
         sent = [*self._replicated(experts).values(), *(w for layer in experts for w in layer)]
         return self._leaver.let_go([*sent, *scratch])
 
+    def detach(self) -> dict[str, Any]:
+        """A rank that booted without a group captures all, and is as one that has left."""
+        super().warmup_new_worker()
+        retired = _replace_active_groups(world=None, dp=None, ep=None, eplb=None, node_count=None)
+        self._destroy_retired_groups(retired)
+        return self.let_go()
+
     # A rank that has left comes back.
 
     def attach(self, told: dict[str, Any]) -> dict[str, float]:
@@ -195,6 +205,7 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
         laps = Laps()
         self._leaver.map_memory()
         laps.mark("memory")
+        dp_utils._skip_dp_coordination.set(False)
         config = self.worker.vllm_config
         parallel = config.parallel_config
         for name, value in told.items():
