@@ -27,9 +27,11 @@ class Parking:
         self._driver, self._inventory = Cuda.open(), Nvml.open()
         self._parked: dict[int, ParkedReport] = {}
 
-    def park(self, pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-        """rank -> what parking its tree took, or why it could not be."""
-        return {rank: self._park(rank, pid) for rank, pid in pids.items()}
+    def park(self, pids: Mapping[int, int]) -> dict[Any, Any]:
+        """rank -> what parking its tree took, or why it could not be; and what of each GPU is
+        in use after that, by whomever."""
+        found: dict[Any, Any] = {rank: self._park(rank, pid) for rank, pid in pids.items()}
+        return found | {"gpus": [asdict(gpu) for gpu in self._inventory.gpus()]}
 
     def _park(self, rank: int, pid: int) -> dict[str, Any]:
         process = identify(pid)

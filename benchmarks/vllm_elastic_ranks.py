@@ -33,6 +33,7 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "NCCL_SOCKET_IFNAME": "lo",
     "UCX_CUDA_IPC_CACHE": "n",
+    "UCX_TLS": "cma,tcp,cuda_copy,cuda_ipc",
     "VLLM_HOST_IP": _HOST,
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",

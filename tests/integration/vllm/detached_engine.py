@@ -19,15 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vllm.config.parallel as parallel
-from vllm.distributed import parallel_state
-from vllm.distributed.eplb import eplb_state
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-from vllm.v1.worker import cpu_worker
 
-from dynamo_elastic.engine.vllm.v0_33 import detached
-from dynamo_elastic.engine.vllm.v0_33.executor import ElasticExecutor
-from dynamo_elastic.engine.vllm.v0_33.worker import ElasticScaling
+# Kernels for a machine that any sandbox has: some say that they have AMX, and end whoever uses it.
+torch.cpu._is_avx512_supported = lambda: False
+
+import vllm.config.parallel as parallel  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
+from vllm.distributed.eplb import eplb_state  # noqa: E402
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: E402
+    CPUUnquantizedExperts,
+)
+from vllm.v1.worker import cpu_worker  # noqa: E402
+
+from dynamo_elastic.engine.vllm.v0_33 import detached  # noqa: E402
+from dynamo_elastic.engine.vllm.v0_33.executor import ElasticExecutor  # noqa: E402
+from dynamo_elastic.engine.vllm.v0_33.worker import ElasticScaling  # noqa: E402
 
 
 class _Capable:

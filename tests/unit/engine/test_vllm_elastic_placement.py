@@ -6,7 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_elastic.engine.vllm.elastic.placement import is_complete, logical_maps
+from dynamo_elastic.engine.vllm.elastic.placement import (
+    beside_prefix,
+    complete_prefix,
+    is_complete,
+    logical_maps,
+)
 
 
 def slow_maps(physical: list[list[int]], experts: int) -> list[list[list[int]]]:
@@ -59,3 +64,49 @@ def test_complete_is_every_expert_in_every_layer(
     experts, physical = placement
     expected = all(set(range(experts)) <= set(row[:kept]) for row in physical)
     assert is_complete(torch.tensor(physical), kept, experts) is expected
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Some ranks that have every expert, others beside them with anything; load, how many of the
+    first are enough, slots of a rank."""
+    slots, kept, others = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    experts, layers = slots * kept, draw(st.integers(1, 3))
+    anything = st.integers(-1, experts - 1)
+    rows = [
+        draw(st.permutations(range(experts)))
+        + draw(st.lists(anything, min_size=slots * others, max_size=slots * others))
+        for _ in range(layers)
+    ]
+    amount = st.integers(0, 1000).map(float)
+    load = [draw(st.lists(amount, min_size=experts, max_size=experts)) for _ in range(layers)]
+    return torch.tensor(rows), torch.tensor(load), kept, slots
+
+
+@given(groups())
+def test_those_who_have_all_keep_all_and_the_others_hold_copies(
+    group: tuple[torch.Tensor, torch.Tensor, int, int],
+) -> None:
+    physical, load, _, slots = group
+    experts = load.shape[1]
+    kept = complete_prefix(physical, slots, experts)
+    made = beside_prefix(physical, load, kept, slots)
+    first = kept * slots
+    assert torch.equal(made[:, :first], physical[:, :first])
+    assert is_complete(made, first, experts)
+    assert int(made.min()) >= 0
+    for row, loads in zip(made.tolist(), load.tolist(), strict=True):
+        copies = [row.count(expert) for expert in range(experts)]
+        for a in range(experts):
+            for b in range(experts):
+                # No copy of b would have been better as one of a.
+                if row[first:].count(b):
+                    assert loads[a] / copies[a] <= loads[b] / (copies[b] - 1)
+    again = beside_prefix(made, load, kept, slots)
+    assert torch.equal(again.sort(dim=1).values, made.sort(dim=1).values)
+
+
+def test_a_prefix_is_the_fewest_ranks_and_none_if_all_are_not_enough() -> None:
+    rows = torch.tensor([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, -1, -1]])
+    assert complete_prefix(rows, 2, 4) == 2
+    assert complete_prefix(rows, 2, 5) == 0

@@ -17,6 +17,7 @@ def elastic_flags() -> list[str]:
 
 
 def elastic_environment(*, park: bool = False) -> dict[str, str]:
-    """UCX must not keep mappings of a peer's memory: a rank that holds one can't be parked."""
-    found = {"UCX_CUDA_IPC_CACHE": "n", "UCX_MEM_MMAP_HOOK_MODE": "none"}
+    """UCX must not keep mappings of a peer's memory: a rank that holds one can't be parked. And
+    whoever parks it reads that in its environment, over which vLLM would write its title."""
+    found = {"UCX_CUDA_IPC_CACHE": "n", "UCX_MEM_MMAP_HOOK_MODE": "none", "SPT_NOENV": "1"}
     return found | ({f"{PREFIX}PARK_LEAVERS": "1"} if park else {})

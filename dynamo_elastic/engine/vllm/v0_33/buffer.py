@@ -47,12 +47,20 @@ def let_go_of_staged_peers() -> None:
 
 def install() -> None:
     """Buffers that vLLM makes from now on can be destroyed at our word; those of vLLM end with the
-    last of their many holders, at a moment that nobody knows."""
+    last of their many holders, at a moment that nobody knows. And peers can open their memory after
+    this process was parked or restored, whatever it shared before: see comm.fresh_blocks."""
+    from dynamo_elastic.comm.fresh_blocks import fresh_blocks  # needs the driver's bindings
+
     module: Any = importlib.import_module("nixl_ep")
 
     class ElasticBuffer(module.Buffer):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "explicitly_destroy": True})
+            with fresh_blocks():
+                super().__init__(*args, **{**kwargs, "explicitly_destroy": True})
+
+        def update_memory_buffers(self, *args: Any, **kwargs: Any) -> None:
+            with fresh_blocks():
+                super().update_memory_buffers(*args, **kwargs)
 
     if module.Buffer.__name__ != ElasticBuffer.__name__:
         module.Buffer = ElasticBuffer

@@ -20,6 +20,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.parallel_state import _get_unique_name, _register_group
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.platforms import current_platform
+from vllm.v1.worker import gpu_worker
 
 from dynamo_elastic.engine.vllm.elastic.groups import close_gloo, connect_gloo, open_store
 from dynamo_elastic.engine.vllm.elastic.meeting import Meeting, Words
@@ -174,3 +175,17 @@ class SlimCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]
 def install() -> None:
     """vLLM makes SlimGroups from now on."""
     stateless_coordinator.StatelessGroupCoordinator = SlimGroup
+
+
+def install_environment() -> None:
+    """vLLM's GPU workers that have no neighbour of their own rank start without NCCL: its threads
+    are in the way of a process that is to be parked."""
+    upstream = gpu_worker.init_worker_distributed_environment
+
+    def init(
+        vllm_config: Any, rank: int, init_method: str | None, local_rank: int, backend: str
+    ) -> None:
+        alone = vllm_config.parallel_config.world_size == 1
+        upstream(vllm_config, rank, init_method, local_rank, "gloo" if alone else backend)
+
+    gpu_worker.init_worker_distributed_environment = init

@@ -118,6 +118,12 @@ HOOKS: tuple[Hook, ...] = (
     Hook("vllm.distributed.device_communicators.all2all", "NixlEPAll2AllManager._lock"),
     Hook(_EPLB, "compute_logical_maps", ("physical_to_logical_map", "num_logical_experts")),
     Hook(_EPLB, "_commit_eplb_maps", ("model_state", "new_physical_to_logical_map")),
+    Hook(_EPLB, "CpuGpuEvent"),
+    Hook(_EPLB, "EPLB_POLICIES"),
+    Hook("vllm.distributed.eplb.policy", "DefaultEplbPolicy"),
+    *_methods("vllm.distributed.eplb.policy", "DefaultEplbPolicy",
+              rebalance_experts="weight num_replicas num_groups num_nodes num_ranks "
+                                "old_global_expert_indices"),
     *_methods(_EPLB, "EplbState", drain_async="self", start_async_loop="self"),
     Hook("vllm.v1.worker.dp_utils", "_skip_dp_coordination"),
     Hook("vllm.v1.worker.gpu_worker", "init_worker_distributed_environment",

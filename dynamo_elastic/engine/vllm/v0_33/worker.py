@@ -24,10 +24,10 @@ from vllm.version import __version__
 from dynamo_elastic.comm.base import TransferAgent
 from dynamo_elastic.engine.vllm.elastic.graphs import CapturedGraphs
 from dynamo_elastic.engine.vllm.elastic.laps import Laps
-from dynamo_elastic.engine.vllm.elastic.placement import is_complete, logical_maps
+from dynamo_elastic.engine.vllm.elastic.placement import is_complete
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.elastic.stream import Stream
-from dynamo_elastic.engine.vllm.v0_33 import alone, buffer, detached, groups
+from dynamo_elastic.engine.vllm.v0_33 import alone, buffer, detached, groups, moves
 from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
 from dynamo_elastic.engine.vllm.v0_33.leaver import Leaver, used_bytes
 
@@ -35,9 +35,11 @@ _ABORT_WAIT_S = 0.2
 
 check_hooks(__version__)
 groups.install()
-eplb.compute_logical_maps = logical_maps
+moves.install()
 if ElasticSettings.from_environment().detached:
     detached.install()
+else:
+    groups.install_environment()
 
 
 class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
