@@ -90,7 +90,7 @@ class Machine:
             "DYN_ELASTIC_FRONTEND_PORT": str(self.ports["frontend"]),
             "DYN_ELASTIC_PLANNER_CONTROL_PORT": str(self.ports["control"]),
             "DYN_ELASTIC_RUN_DIR": str(self.run_dir),
-            "DYN_ELASTIC_SNAPSHOT_CATALOG": str(directory / "images"),
+            "DYN_ELASTIC_SNAPSHOT_CATALOG": str(directory / "var" / "images"),
             "PATH": f"{programs}:{os.environ['PATH']}",
         }
         self.server: subprocess.Popen[bytes] | None = None
