@@ -20,25 +20,33 @@ class Needs(StrEnum):
     NOTHING = "results in benchmarks/results"
 
 
+_PROGRAMS = {"chaos": "dynamo_elastic.testing.chaos"}
+"""Benchmarks that are a program of the package, by its module."""
+
+
 @dataclass(frozen=True, slots=True)
 class Benchmark:
     name: str
     needs: Needs
 
     @property
-    def script(self) -> Path:
+    def argv(self) -> tuple[str, ...]:
+        """What Python is started with, in the repository's root."""
+        if self.name in _PROGRAMS:
+            return "-m", _PROGRAMS[self.name]
+        return (f"{HERE.name}/{self.name}.py",)
+
+    @property
+    def source(self) -> Path:
+        """Of its program."""
+        if self.name in _PROGRAMS:
+            return HERE.parent.joinpath(*_PROGRAMS[self.name].split("."), "__main__.py")
         return HERE / f"{self.name}.py"
 
     @property
-    def here(self) -> bool:
-        return self.script.exists()
-
-    @property
     def summary(self) -> str:
-        """The first sentence of the script's docstring."""
-        if not self.here:
-            return "not written"
-        text = ast.get_docstring(ast.parse(self.script.read_text())) or ""
+        """The first paragraph of its docstring."""
+        text = ast.get_docstring(ast.parse(self.source.read_text())) or ""
         return " ".join(text.split("\n\n")[0].split())
 
 
