@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,12 +16,10 @@ _BLOCKS_A_PROGRAM = 16
 _PROGRAM_WORDS = _BLOCK_WORDS * _BLOCKS_A_PROGRAM
 
 
-# One compilation for every length: `count` is neither specialised nor of a width of its own.
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _sum_words(  # type: ignore[no-untyped-def]
-    words,
+    parts,
     sums,
-    count: tl.int64,
     golden: tl.constexpr,
     mix_1: tl.constexpr,
     mix_2: tl.constexpr,
@@ -30,12 +27,16 @@ def _sum_words(  # type: ignore[no-untyped-def]
     block: tl.constexpr,
     blocks: tl.constexpr,
 ):
-    """Each program adds up `blocks` blocks of words, and writes its two sums side by side."""
+    """Each program adds up `blocks` blocks of words of one tensor, and writes its two sums side by
+    side. Its row of `parts`: the tensor's address, its own first word there, the tensor's words."""
     program = tl.program_id(0).to(tl.int64)
+    words = tl.load(parts + 3 * program).to(tl.pointer_type(tl.int64))
+    begin = tl.load(parts + 3 * program + 1)
+    count = tl.load(parts + 3 * program + 2)
     first = tl.zeros([block], dtype=tl.uint64)
     second = tl.zeros([block], dtype=tl.uint64)
     for step in range(blocks):
-        index = (program * blocks + step) * block + tl.arange(0, block)
+        index = begin + step * block + tl.arange(0, block)
         inside = index < count
         word = tl.load(words + index, mask=inside, other=0).to(tl.uint64, bitcast=True)
         h = word + (index + 1).to(tl.uint64) * golden
@@ -51,24 +52,30 @@ def _sum_words(  # type: ignore[no-untyped-def]
 
 
 def word_sums(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Both sums over the int64 words of each of `tensors`, on the current GPU, modulo 2**64. Waits
-    for them once, however many there are."""
-    programs = [triton.cdiv(words.numel(), _PROGRAM_WORDS) for words in tensors]
-    starts = [0, *accumulate(programs)]
-    sums = torch.empty(starts[-1], 2, dtype=torch.int64, device=tensors[0].device)
-    for words, start, count in zip(tensors, starts, programs, strict=False):
-        _sum_words[(count,)](
-            words,
-            sums[start:],
-            words.numel(),
-            golden=tensor_digest.GOLDEN,
-            mix_1=tensor_digest.MIX_1,
-            mix_2=tensor_digest.MIX_2,
-            odd=tensor_digest.ODD,
-            block=_BLOCK_WORDS,
-            blocks=_BLOCKS_A_PROGRAM,
-            num_warps=8,
-        )
-    parts = sums.cpu().numpy().view(np.uint64)
-    totals = np.add.reduceat(parts, starts[:-1], axis=0)
-    return [(int(first), int(second)) for first, second in totals]
+    """Both sums over the int64 words of each of `tensors`, on the current GPU, modulo 2**64.
+
+    All in one launch, which it waits for: beside a thread that serves steps each launch waits for
+    some milliseconds, and there are thousands of tensors.
+    """
+    programs = np.array([triton.cdiv(words.numel(), _PROGRAM_WORDS) for words in tensors])
+    starts = np.cumsum(programs) - programs
+    total = int(programs.sum())
+    parts = np.empty((total, 3), dtype=np.int64)
+    parts[:, 0] = np.repeat([words.data_ptr() for words in tensors], programs)
+    parts[:, 1] = (np.arange(total) - np.repeat(starts, programs)) * _PROGRAM_WORDS
+    parts[:, 2] = np.repeat([words.numel() for words in tensors], programs)
+    device = tensors[0].device
+    sums = torch.empty(total, 2, dtype=torch.int64, device=device)
+    _sum_words[(total,)](
+        torch.from_numpy(parts).to(device),
+        sums,
+        golden=tensor_digest.GOLDEN,
+        mix_1=tensor_digest.MIX_1,
+        mix_2=tensor_digest.MIX_2,
+        odd=tensor_digest.ODD,
+        block=_BLOCK_WORDS,
+        blocks=_BLOCKS_A_PROGRAM,
+        num_warps=8,
+    )
+    found = np.add.reduceat(sums.cpu().numpy().view(np.uint64), starts, axis=0)
+    return [(int(first), int(second)) for first, second in found]

@@ -57,6 +57,8 @@ class Epochs:
         self._worker_id = worker_id
         self._own = own
         self._opened: dict[Epoch, ExpertGroup] = {}
+        self._proven: str | None = None
+        """What probe() said of the dense weights when they had come: they stay as they are."""
         self._over = Epoch(0)
         """Epochs up to this one were aborted or superseded; one of them may still be in force."""
 
@@ -167,6 +169,8 @@ class Epochs:
             if expert != EMPTY:
                 self._wait_unused(ExpertMove(expert, DISK, self._worker_id, slot))
         filled = load_weights(self._model_dir, self._model.weights, experts, dense=not serves)
+        if not serves:
+            self._proven = self.probe()
         digests = self._own.digests(filled)
         size_bytes = sum(self._region(name).size_bytes for name in filled)
         return PushReport(size_bytes, time.monotonic() - began, {self._worker_id: digests})
@@ -181,7 +185,9 @@ class Epochs:
         plan = plan_dense(regions, sources, joiners, chunk_bytes=self._own.chunk_bytes)
         report = self._write([c for c in plan if c.source == self._worker_id])
         digests = self._own.digests(r.name for r in regions)
-        return replace(report, digests=dict.fromkeys(joiners, digests), probe=self.probe())
+        # Beside the steps that are served a probe would take seconds.
+        probe = self._proven or self.probe()
+        return replace(report, digests=dict.fromkeys(joiners, digests), probe=probe)
 
     def push_experts(
         self, epoch: Epoch, worker_id: WorkerId, moves: Sequence[ExpertMove]
@@ -261,7 +267,9 @@ class Epochs:
         if missing and self._loop.state is not EngineState.SERVING:
             raise EngineError(f"digests of {len(missing)} dense regions are missing: {missing[0]}")
         self._own.require(digests)
-        return {"probe": self.probe()}
+        if self._proven is None or not missing:
+            self._proven = self.probe()
+        return {"probe": self._proven}
 
     def probe(self) -> str:
         """Digest of the logits of one step with all experts masked, beside whatever else runs."""

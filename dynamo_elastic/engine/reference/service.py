@@ -30,7 +30,7 @@ from dynamo_elastic.types import Epoch, Rank, WorkerId
 T = TypeVar("T")
 
 CANARY_PROMPT = tuple(range(1, 9))
-CANARY_TOKENS = 8
+CANARY_TOKENS = 4
 
 _DRAIN_POLL_S = 0.01
 _CANARY_TIMEOUT_S = 15.0

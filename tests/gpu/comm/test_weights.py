@@ -43,6 +43,17 @@ def test_a_digest_on_the_gpu_is_that_on_the_host(size_bytes: int) -> None:
 
 
 @pytest.mark.gpu(1)
+def test_digests_of_many_tensors_are_those_of_each() -> None:
+    import torch
+
+    from dynamo_elastic.comm.tensor_digest import digest, digest_all
+
+    sizes = [0, 1, 8, 9, 524_288, 524_296, (3 << 20) + 5, 64, 0, 1 << 22]
+    data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    assert digest_all([piece.cuda() for piece in data]) == [digest(piece) for piece in data]
+
+
+@pytest.mark.gpu(1)
 def test_a_digest_needs_whole_words() -> None:
     import torch
 
