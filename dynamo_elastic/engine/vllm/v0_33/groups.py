@@ -183,9 +183,14 @@ def install_environment() -> None:
     upstream = gpu_worker.init_worker_distributed_environment
 
     def init(
-        vllm_config: Any, rank: int, init_method: str | None, local_rank: int, backend: str
+        vllm_config: Any,
+        rank: int,
+        distributed_init_method: str | None = None,
+        local_rank: int = -1,
+        backend: str = "nccl",
     ) -> None:
-        alone = vllm_config.parallel_config.world_size == 1
-        upstream(vllm_config, rank, init_method, local_rank, "gloo" if alone else backend)
+        if vllm_config.parallel_config.world_size == 1:
+            backend = "gloo"
+        upstream(vllm_config, rank, distributed_init_method, local_rank, backend)
 
     gpu_worker.init_worker_distributed_environment = init

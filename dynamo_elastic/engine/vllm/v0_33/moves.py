@@ -94,7 +94,11 @@ class PrefixPolicy(DefaultEplbPolicy):  # type: ignore[misc]
 
 def install() -> None:
     """vLLM's state of experts uses ours from now on."""
+
+    def drain_async(self: Any) -> None:
+        stop_moves(self)
+
     eplb_state.compute_logical_maps = logical_maps
     eplb_state.CpuGpuEvent = TrackedEvent
-    eplb_state.EplbState.drain_async = stop_moves
+    eplb_state.EplbState.drain_async = drain_async
     eplb_state.EPLB_POLICIES["default"] = PrefixPolicy
