@@ -1,5 +1,5 @@
 """A process with memory on a real GPU, as small as it can be: no torch, no library but the driver's
-bindings. It is told what to do by lines."""
+bindings and ours for blocks of memory. It is told what to do by lines."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from dynamo_elastic.snapshot.process import ProcessRef, identify
 MEMORY_BYTES = 256 << 20
 _TIMEOUT_S = 30.0
 _CODE = """
-import ctypes, sys
+import contextlib, ctypes, sys
 from cuda.bindings import driver as d
+from dynamo_elastic.comm.fresh_blocks import fresh_blocks
 
 def ok(answer):
     if answer[0] != d.CUresult.CUDA_SUCCESS:
@@ -36,12 +37,27 @@ def check():
 def share():
     return ctypes.string_at(ok(d.cuIpcGetMemHandle(memory)).getPtr(), 64).hex()
 
-def take(text):
+def share_block(fresh):
+    with fresh_blocks() if fresh == "fresh" else contextlib.nullcontext():
+        block = ok(d.cuMemAlloc(8))
+    return ctypes.string_at(ok(d.cuIpcGetMemHandle(block)).getPtr(), 64).hex()
+
+def opened(text):
     handle = d.CUipcMemHandle()
     ctypes.memmove(handle.getPtr(), bytes.fromhex(text), 64)
-    flag = d.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
-    ok(d.cuIpcOpenMemHandle(handle, flag))
+    return d.cuIpcOpenMemHandle(handle, d.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value)
+
+def take(text):
+    ok(opened(text))
     return "taken"
+
+def look(text):
+    result, address = opened(text)
+    if result == d.CUresult.CUDA_ERROR_NOT_PERMITTED:
+        return "not permitted"
+    ok((result,))
+    ok(d.cuIpcCloseMemHandle(address))
+    return "seen"
 
 def manage(text):
     attach = d.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL.value
@@ -56,7 +72,7 @@ ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(device))))
 memory = ok(d.cuMemAlloc(size))
 ok(d.cuMemsetD8(memory, ord("*"), size))
 ok(d.cuCtxSynchronize())
-acts = {"check": check, "share": share, "take": take, "manage": manage, "report": report}
+acts = {f.__name__: f for f in (check, share, share_block, take, look, manage, report)}
 print("up", flush=True)
 for line in sys.stdin:
     name, *arguments = line.split()

@@ -1,0 +1,28 @@
+"""Small blocks that are shared after a checkpoint: the driver's rule, and the way around it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo_elastic.snapshot.cuda_process import Cuda
+from dynamo_elastic.snapshot.nvml import Nvml
+from dynamo_elastic.snapshot.park import park, unpark
+from dynamo_elastic.testing.cuda_victim import CudaVictim
+from dynamo_elastic.testing.snapshot_world import CLEAN
+
+pytestmark = pytest.mark.gpu(2)
+
+TIMEOUT_S = 30.0
+
+
+def test_peers_open_fresh_blocks_of_a_process_that_was_parked() -> None:
+    driver, inventory = Cuda.open(), Nvml.open()
+    first, second = (gpu.uuid for gpu in inventory.gpus()[:2])
+    with CudaVictim(visible=first) as peer, CudaVictim(visible=second) as sharer:
+        assert peer.ask("look", sharer.ask("share_block", "any")) == "seen"
+        for _ in range(2):
+            parked = park(sharer.process, driver, inventory, engine=CLEAN, timeout_s=TIMEOUT_S)
+            unpark(parked, driver, inventory, timeout_s=TIMEOUT_S)
+            # If a new driver permits it, comm/fresh_blocks.py has become needless.
+            assert peer.ask("look", sharer.ask("share_block", "any")) == "not permitted"
+            assert peer.ask("look", sharer.ask("share_block", "fresh")) == "seen"
