@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-# Kernels for a machine that any sandbox has: some say that they have AMX, and end whoever uses it.
-torch.cpu._is_avx512_supported = lambda: False
+# Kernels for a machine that any sandbox is: some say that they have AMX, and end whoever uses it.
+torch.cpu._is_avx512_bf16_supported = torch.cpu._is_amx_tile_supported = lambda: False
 
 import vllm.config.parallel as parallel  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
@@ -54,17 +54,18 @@ _apply = CPUUnquantizedExperts.apply
 
 
 def _apply_local(
-    self: Any, output: Any, hidden: Any, w1: Any, w2: Any, weights: Any, ids: Any,
-    activation: Any, count: Any, expert_map: Any, *rest: Any, **more: Any,
+    self: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any,
+    activation: Any, global_num_experts: Any, expert_map: Any, *rest: Any, **more: Any,
 ) -> Any:  # fmt: skip
     """The kernel of the CPU knows no expert map."""
     if expert_map is not None:
-        local = expert_map.to(ids.device)[ids.long()]
-        weights = weights.masked_fill(local < 0, 0)
-        ids = local.clamp(min=0).to(ids.dtype).contiguous()
+        local = expert_map.to(topk_ids.device)[topk_ids.long()]
+        topk_weights = topk_weights.masked_fill(local < 0, 0)
+        topk_ids = local.clamp(min=0).to(topk_ids.dtype).contiguous()
     return _apply(
-        self, output, hidden, w1, w2, weights, ids, activation, count, expert_map, *rest, **more
-    )
+        self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation,
+        global_num_experts, expert_map, *rest, **more,
+    )  # fmt: skip
 
 
 CPUUnquantizedExperts.apply = _apply_local
@@ -116,7 +117,7 @@ class Scaling(ElasticScaling):
         state.add_model(runner.get_model(), runner.model_config)
         runner.eplb_state, runner.eep_eplb_suppressed = state, True
 
-    def warm_and_capture(self) -> None:
+    def capture(self) -> None:
         self.worker.compile_or_warm_up_model()
 
     def _destroy_retired_groups(self, groups: Any) -> None:

@@ -194,7 +194,7 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
 
     def detach(self) -> dict[str, Any]:
         """A rank that booted without a group captures all, and is as one that has left."""
-        super().warmup_new_worker()
+        self.capture()
         retired = _replace_active_groups(world=None, dp=None, ep=None, eplb=None, node_count=None)
         self._destroy_retired_groups(retired)
         return self.let_go()
@@ -238,7 +238,11 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
     def warmup_new_worker(self) -> None:
         """A rank that comes back is warm; its graphs are captured again if they must be."""
         if not self._leaver.rebind():
-            super().warmup_new_worker()
+            self.capture()
+
+    def capture(self) -> None:
+        """Kernels are warm, and graphs captured; nobody else is asked for anything."""
+        super().warmup_new_worker()
 
     def _renew_buffer(self) -> None:
         """All layers use a new buffer, which is connected to every rank."""
