@@ -42,7 +42,7 @@ class EtcdProcess:
     """With it clients are served over TLS, and must have a certificate of that authority."""
     server: Pair | None = None
     more: tuple[str, ...] = ()
-    """Further arguments."""
+    """Further arguments: where they say otherwise, they have the last word."""
     _metrics_port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = None
 
@@ -56,11 +56,12 @@ class EtcdProcess:
         argv = ["etcd", "--name=test", f"--data-dir={self.directory / 'data'}", "--logger=zap"]
         argv += [f"--listen-client-urls={self.url}", f"--advertise-client-urls={self.url}"]
         argv += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
-        argv += [f"--initial-cluster=test={peer}", *self.more]
+        argv += [f"--initial-cluster=test={peer}"]
         if self.server is not None:
             argv += [f"--cert-file={self.server.cert}", f"--key-file={self.server.key}"]
             argv += [f"--trusted-ca-file={self.ca_file}", "--client-cert-auth"]
             argv += [f"--listen-metrics-urls=http://127.0.0.1:{self._metrics_port}"]
+        argv += self.more
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / "etcd.log").open("ab") as out:
             self._process = subprocess.Popen(argv, stdout=out, stderr=out)

@@ -80,6 +80,13 @@ def test_a_known_vulnerability_fails(capsys: pytest.CaptureFixture[str]) -> None
     assert "GHSA-1234" in err
 
 
+def test_without_the_question_nothing_is_found() -> None:
+    module = load()
+    module.advisories = lambda *_: []
+    with service({"aiohttp": "GHSA-1234"}) as url:
+        assert module.main(["--service", url]) == 0
+
+
 def test_one_that_was_accepted_with_a_reason_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     audit = load()
     monkeypatch.setattr(audit, "ACCEPTED", {"GHSA-1234": "we don't use that part"})

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from dynamo_elastic.coordinator import records
+from dynamo_elastic.dynamo import environment
 from dynamo_elastic.ipc import Callers
 from dynamo_elastic.snapshot import capabilities, namespace
 from dynamo_elastic.snapshot.catalog import Catalog
@@ -49,6 +50,10 @@ def _catalog(module: ModuleType, directory: Path) -> dict[str, Any]:
     return {"catalog": catalog}
 
 
+def _catalog_alone(module: ModuleType, directory: Path) -> dict[str, Any]:
+    return {"catalog": Catalog(directory / "images")}
+
+
 def _with(given: Given, **more: Any) -> Given:
     return lambda module, directory: {**given(module, directory), **more}
 
@@ -70,9 +75,11 @@ def _door(section: str, **settings: Any) -> Given:
 
 @dataclass(frozen=True)
 class Guard:
-    """`what` (module path) becomes `instead`; then `test` of `file`, with `given`, must fail."""
+    """`what` (module path) becomes `instead`; then `test` of `file`, with `given`, must fail.
+    `line`: how the line of the page begins that it is a guard of."""
 
     name: str
+    line: str
     what: str
     instead: Any
     file: str
@@ -93,9 +100,21 @@ def _admit_all(self: Callers, peer: Any, call: str) -> None:
     return None
 
 
+_ADMIT = Callers.admit
+
+
+def _admit_to_all_calls(self: Callers, peer: Any, call: str) -> None:
+    _ADMIT(replace(self, reserved=frozenset()), peer, call)
+
+
+def _with_secrets(config: Any) -> dict[str, str]:
+    return environment.dynamo_secrets(config)
+
+
 GUARDS = (
     Guard(
         "a password stays off the network",
+        "read a password or key",
         "dynamo_elastic.config_sections._etcd_faults",
         lambda etcd: iter(()),
         SECURITY,
@@ -109,6 +128,7 @@ GUARDS = (
     ),
     Guard(
         "who can be reached has a token",
+        "scale, park or read",
         "dynamo_elastic.config_sections._api_faults",
         lambda api: iter(()),
         SECURITY,
@@ -121,7 +141,17 @@ GUARDS = (
         ),
     ),
     Guard(
+        "secrets go by file",
+        "read a password or key",
+        "dynamo_elastic.dynamo.environment.dynamo_environment",
+        _with_secrets,
+        SECURITY,
+        "test_secrets_are_in_no_setting_no_command_line_and_no_dry_run",
+        _directory,
+    ),
+    Guard(
         "secrets are ours alone",
+        "read a password or key",
         "dynamo_elastic.secret_files.stat.S_IMODE",
         lambda mode: 0o600,
         SECRETS,
@@ -130,6 +160,7 @@ GUARDS = (
     ),
     Guard(
         "tokens are compared in constant time",
+        "scale, park or read",
         "dynamo_elastic.secret_files.is_token",
         lambda given, token: bool(token) and given.strip() == token,
         SECRETS,
@@ -138,6 +169,7 @@ GUARDS = (
     ),
     Guard(
         "the HTTP API wants its token",
+        "scale, park or read",
         "dynamo_elastic.coordinator.api.is_token",
         lambda given, token: True,
         "unit/coordinator/test_api.py",
@@ -146,6 +178,7 @@ GUARDS = (
     ),
     Guard(
         "control routes want the token",
+        "scale, park or read",
         "dynamo_elastic.worker.control.is_token",
         lambda given, token: True,
         "unit/worker/test_control.py",
@@ -154,6 +187,7 @@ GUARDS = (
     ),
     Guard(
         "the kernel says who calls",
+        "have the agent start",
         "dynamo_elastic.ipc.Callers.admit",
         _admit_all,
         CALLERS,
@@ -162,7 +196,45 @@ GUARDS = (
         root=True,
     ),
     Guard(
+        "operators' calls are for root",
+        "have the agent start",
+        "dynamo_elastic.ipc.Callers.admit",
+        _admit_to_all_calls,
+        CALLERS,
+        "test_operators_calls_are_for_root",
+        _with(_socket, callers={"uids": (65534,)}),
+        root=True,
+    ),
+    Guard(
+        "it is known which calls are operators'",
+        "have the agent start",
+        "dynamo_elastic.agent.server._OPERATORS",
+        frozenset(),
+        CALLERS,
+        "test_the_agents_own_calls_that_end_what_is_others",
+    ),
+    Guard(
+        "what others could have changed is no image",
+        "plant an image",
+        "dynamo_elastic.snapshot.checks._FOREIGN_BITS",
+        0,
+        "unit/snapshot/test_catalog.py",
+        "test_damage_is_found_and_named",
+        _with(_catalog_alone, reason="mode 0640"),
+    ),
+    Guard(
+        "what belongs to others is no image",
+        "plant an image",
+        "dynamo_elastic.snapshot.checks._check_private",
+        lambda path, wanted, kind: path.lstat(),
+        "unit/snapshot/test_catalog.py",
+        "test_foreign_owner_is_found",
+        _with(_catalog_alone, name="pages-1.img"),
+        root=True,
+    ),
+    Guard(
         "an image is signed",
+        "plant an image",
         "dynamo_elastic.snapshot.signing.Trust.check",
         lambda *_: "",
         SIGNING,
@@ -171,6 +243,7 @@ GUARDS = (
     ),
     Guard(
         "a signature is of those bytes",
+        "plant an image",
         "dynamo_elastic.snapshot.signing.Trust.check",
         _names_a_known_key,
         SIGNING,
@@ -179,6 +252,7 @@ GUARDS = (
     ),
     Guard(
         "what is signed is what is there",
+        "plant an image",
         "dynamo_elastic.snapshot.checks._check_file",
         _no,
         SIGNING,
@@ -187,6 +261,7 @@ GUARDS = (
     ),
     Guard(
         "a foreign image is looked at before it is unpacked",
+        "plant an image",
         "dynamo_elastic.snapshot.signing.Trust.check",
         lambda *_: "",
         SIGNING,
@@ -195,6 +270,7 @@ GUARDS = (
     ),
     Guard(
         "no variable that is named like a secret",
+        "find secrets in an image",
         "dynamo_elastic.agent.boot._SECRET",
         re.compile(r"(?!)"),
         "integration/security/test_no_secrets.py",
@@ -202,7 +278,25 @@ GUARDS = (
         lambda module, directory: {"monkeypatch": pytest.MonkeyPatch()},
     ),
     Guard(
+        "variables are passed on by name",
+        "find secrets in an image",
+        "dynamo_elastic.agent.boot._SHAPING_PREFIXES",
+        ("",),
+        "integration/security/test_no_secrets.py",
+        "test_variables_are_passed_on_by_name_and_none_that_is_named_like_a_secret",
+        lambda module, directory: {"monkeypatch": pytest.MonkeyPatch()},
+    ),
+    Guard(
+        "a process with another variable is no image",
+        "find secrets in an image",
+        "dynamo_elastic.snapshot.inspect_process.environment_findings",
+        lambda environ, allowed: iter(()),
+        "unit/snapshot/test_inspect_process.py",
+        "test_environment_is_named_but_not_told",
+    ),
+    Guard(
         "engines have no powers",
+        "go from an engine",
         "dynamo_elastic.snapshot.namespace._powerless",
         lambda: (),
         POWERS,
@@ -212,6 +306,7 @@ GUARDS = (
     ),
     Guard(
         "missing powers are named",
+        "go from the agent's bugs",
         "dynamo_elastic.snapshot.capabilities.NEEDED",
         {},
         POWERS,
@@ -220,6 +315,7 @@ GUARDS = (
     ),
     Guard(
         "a newer record is refused",
+        "make an old process act",
         "dynamo_elastic.coordinator.records.decode",
         lambda kind, raw: None,
         "unit/test_golden.py",
@@ -228,6 +324,7 @@ GUARDS = (
     ),
     Guard(
         "a newer image is left alone",
+        "make an old process act",
         "dynamo_elastic.snapshot.prune.SnapshotNewer",
         ZeroDivisionError,
         "unit/test_golden.py",
@@ -260,6 +357,46 @@ def run(guard: Guard, directory: Path) -> None:
             shutil.rmtree(given["path"].parent)
 
 
+PAGE = TESTS.parent / "docs" / "security.md"
+PROVEN = {
+    "write topology": "test_without_each_of_these_guards_the_refused_get_in",
+    "stand in for etcd": "test_without_each_of_these_guards_the_refused_get_in",
+    "go from the agent's bugs": "test_who_is_not_confined_keeps_what_root_has",
+    "bring a known hole": "test_without_the_question_nothing_is_found",
+}
+"""Lines whose guards are etcd's, the kernel's or lint's: the test that takes them away."""
+
+
+def page_lines() -> dict[str, list[str]]:
+    """What an attacker would do -> the files of the tests that the line of the page names."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    lines: dict[str, list[str]] = {}
+    files: list[str] = []
+    for row in rows[rows.index("| what an attacker would do | what stops it | test |") + 1 :]:
+        attack, _, tests = row.strip("| ").split(" | ")
+        files = files if tests == "the same" else re.findall(r"\.\./tests/([\w/]+\.py)", tests)
+        lines[attack] = files
+    return lines
+
+
+LINES = page_lines()
+
+
+@pytest.mark.parametrize("attack", LINES)
+def test_each_line_of_the_page_has_a_guard_that_is_taken_away(attack: str) -> None:
+    proofs = [test for start, test in PROVEN.items() if attack.startswith(start)]
+    assert proofs or any(attack.startswith(g.line) for g in GUARDS)
+    texts = [(TESTS / file).read_text() for file in LINES[attack]]
+    assert all(any(f"def {test}(" in text for text in texts) for test in proofs)
+
+
+def test_each_guard_is_of_a_line_of_the_page() -> None:
+    starts = {g.line for g in GUARDS} | PROVEN.keys()
+    assert [x for x in starts if sum(a.startswith(x) for a in LINES) != 1] == []
+
+
+FAILURES = (AssertionError, pytest.fail.Exception, LookupError, TypeError, ValueError)
+
 CASES = [pytest.param(g, id=g.name, marks=[pytest.mark.root] if g.root else []) for g in GUARDS]
 
 
@@ -270,7 +407,7 @@ def test_with_the_guard_its_test_passes_and_without_it_fails(
     run(guard, tmp_path)
     with pytest.MonkeyPatch.context() as removed:
         removed.setattr(guard.what, guard.instead)
-        with pytest.raises((AssertionError, pytest.fail.Exception, LookupError, TypeError)):
+        with pytest.raises(FAILURES):
             run(guard, tmp_path_factory.mktemp("without"))
 
 

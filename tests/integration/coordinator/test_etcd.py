@@ -16,6 +16,7 @@ from dynamo_elastic.coordinator.session import Session
 from dynamo_elastic.coordinator.store import MOST_BYTES, MOST_OPS, Delete, Put
 from dynamo_elastic.errors import ConfigError, OutcomeUnknown, SessionLost, StoreUnavailable
 from dynamo_elastic.testing.etcd_process import EtcdProcess, etcd_missing, etcd_process, free_port
+from dynamo_elastic.types import LeaseId
 
 pytestmark = pytest.mark.etcd
 
@@ -118,6 +119,12 @@ def test_leases_of_a_client_are_renewed_on_one_stream(etcd: EtcdProcess) -> None
     asyncio.run(main())
 
 
+async def keep_asking(store: EtcdStore, lease: LeaseId) -> None:
+    """The threads of an etcd that is paused stop one after another."""
+    for _ in range(10):
+        await store.keep_alive(lease)
+
+
 def test_a_stream_that_does_not_answer_is_given_up_for_another(etcd: EtcdProcess) -> None:
     async def main() -> None:
         store = EtcdStore([etcd.url], timeout_s=0.5)
@@ -125,8 +132,7 @@ def test_a_stream_that_does_not_answer_is_given_up_for_another(etcd: EtcdProcess
         await store.keep_alive(lease)
         etcd.pause()
         with pytest.raises(StoreUnavailable):
-            for _ in range(10):  # its threads stop one after another
-                await store.keep_alive(lease)
+            await keep_asking(store, lease)
         etcd.resume()
         await store.keep_alive(lease)
         assert streams(etcd) == 2

@@ -38,6 +38,7 @@ from dynamo_elastic.testing.coordination import CONFIG, SHAPE, World
 from dynamo_elastic.testing.etcd_process import EtcdProcess, etcd_missing, etcd_process, free_port
 from dynamo_elastic.testing.participants import FakeShell, running
 from dynamo_elastic.testing.served import served
+from dynamo_elastic.types import Epoch, OperationId, WorkerId
 
 pytestmark = pytest.mark.etcd
 
@@ -287,6 +288,51 @@ def test_a_worker_can_not_write_what_is_the_coordinators(site: Site) -> None:
         await admin.close()
 
     asyncio.run(main())
+
+
+def test_a_worker_may_write_all_that_a_shell_writes(site: Site) -> None:
+    me, operation = WorkerId("slot0"), OperationId("up-1")
+    keys = (
+        KEYS.member(me),
+        KEYS.ack(me),
+        KEYS.endpoint(Epoch(1), me),
+        KEYS.traffic(operation, me),
+        "v1/mdc/dynamo-moe/backend/generate/1f",
+    )
+
+    async def main() -> None:
+        store = site.store(site.access("worker", password=PASSWORD))
+        lease = await store.grant_lease(60)
+        await store.txn([], [Put(key, b"x", lease) for key in keys])
+        # As one who takes away what a shell that is gone has left in Dynamo.
+        await store.revoke_lease(lease)
+        assert [await store.get(key) for key in keys] == [None] * len(keys)
+        await store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("nobody", ()), ("", ("--client-cert-auth=false", "--trusted-ca-file="))],
+    ids=["users", "TLS"],
+)
+def test_without_each_of_these_guards_the_refused_get_in(
+    tmp_path: Path, name: str, flags: tuple[str, ...]
+) -> None:
+    """It is etcd's users, and its wish for certificates, that keep them out above."""
+    authority = Authority(tmp_path / "pki")
+    server = authority.issue("server")
+    etcd = EtcdProcess(tmp_path, ca_file=authority.ca_file, server=server, more=flags)
+    site = Site(etcd, authority, tmp_path)
+    with etcd_process(tmp_path, etcd):
+
+        async def main() -> None:
+            store = site.store(site.access(name) if name else EtcdAccess(authority.ca_file))
+            await store.txn([], [Put(KEYS.topology, b"forged")])
+            await store.close()
+
+        asyncio.run(main())
 
 
 def test_a_whole_scale_operation_with_the_roles_of_the_page(site: Site) -> None:

@@ -22,6 +22,7 @@ PLANTED = {
     for number, name in enumerate(
         (
             "AWS_SECRET_ACCESS_KEY",
+            "DATABASE_URL",
             "DYN_SECRET",
             "ETCD_AUTH_CLIENT_KEY",
             "ETCD_AUTH_PASSWORD",

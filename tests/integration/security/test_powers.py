@@ -73,14 +73,24 @@ def mask(*powers: Capability) -> int:
     return sum(1 << c for c in powers)
 
 
-def test_the_agent_keeps_what_is_listed_and_so_does_all_that_it_starts() -> None:
+def check_kept(shown: Any) -> None:
+    """Of a process and its child: what is listed and no more."""
     allowed = mask(*NEEDED, *USEFUL)
-    for powers in run(SHOW):
+    for powers in shown:
         for kind in ("CapPrm", "CapEff", "CapBnd"):
             assert int(powers[kind], 16) & ~allowed == 0, kind
             assert int(powers[kind], 16) & mask(*NEEDED) == mask(*NEEDED), kind
         assert int(powers["CapInh"], 16) == int(powers["CapAmb"], 16) == 0
         assert powers["NoNewPrivs"] == "1"
+
+
+def test_the_agent_keeps_what_is_listed_and_so_does_all_that_it_starts() -> None:
+    check_kept(run(SHOW))
+
+
+def test_who_is_not_confined_keeps_what_root_has() -> None:
+    with pytest.raises(AssertionError):
+        check_kept(run(SHOW.replace("\nconfine()\n", "\n")))
 
 
 def test_without_root_there_is_nothing_to_give_up() -> None:
