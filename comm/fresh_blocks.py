@@ -31,7 +31,16 @@ class Heap(Protocol):
 
 
 class DriverHeap:
-    """The driver's own. Raises DeviceMemoryError; nothing is allocated or freed then."""
+    """The driver's own, in the primary context of `device`, which becomes this thread's. Raises
+    DeviceMemoryError; nothing is allocated or freed then."""
+
+    def __init__(self, device: int) -> None:
+        # A thread that has not used CUDA yet has no context, and the runtime gives it none here.
+        result, context = driver.cuDevicePrimaryCtxRetain(device)
+        _check("cuDevicePrimaryCtxRetain", result, f"device {device}")
+        (result,) = driver.cuCtxSetCurrent(context)
+        driver.cuDevicePrimaryCtxRelease(device)  # its other holders are those that use it
+        _check("cuCtxSetCurrent", result, f"device {device}")
 
     def allocate(self, size_bytes: int) -> int:
         result, address = driver.cuMemAlloc(size_bytes)
@@ -44,11 +53,10 @@ class DriverHeap:
 
 
 @contextmanager
-def fresh_blocks(heap: Heap | None = None) -> Iterator[None]:
+def fresh_blocks(heap: Heap) -> Iterator[None]:
     """What is allocated within lies in chunks that did not exist before, as long as nobody frees
     small blocks meanwhile: all room in older chunks is held until the end. Takes some milliseconds
     and no memory but a chunk. Raises DeviceMemoryError, and holds nothing then."""
-    heap = heap or DriverHeap()
     held: list[int] = []
     try:
         _fill(heap, held)
@@ -88,4 +96,4 @@ def _chunk(address: int) -> int:
 
 def _check(call: str, result: driver.CUresult, what: str) -> None:
     if result != driver.CUresult.CUDA_SUCCESS:
-        raise DeviceMemoryError(call, result.name, what)
+        raise DeviceMemoryError(call, result.name, f"{result.name} ({what})")

@@ -22,7 +22,7 @@ from dynamo_elastic.comm.expert_rules import (
     PeerBook,
     PeerState,
 )
-from dynamo_elastic.comm.fresh_blocks import fresh_blocks
+from dynamo_elastic.comm.fresh_blocks import DriverHeap, fresh_blocks
 from dynamo_elastic.comm.ucx_namespaces import correct_namespaces
 from dynamo_elastic.errors import PeerUnreachable, ResourceMissing
 from dynamo_elastic.failpoints import failpoint
@@ -64,7 +64,7 @@ class NixlExpertBuffer:
         size_bytes = nixl_ep.Buffer.get_low_latency_buffer_size_hint(
             shape.max_tokens, shape.hidden, shape.capacity, shape.experts
         )
-        with fresh_blocks():
+        with fresh_blocks(DriverHeap(self._device)):
             self._native: Any = nixl_ep.Buffer(
                 rank=rank, explicitly_destroy=True, timeout_ms=shape.timeout_ms
             )

@@ -18,7 +18,7 @@ _TIMEOUT_S = 30.0
 _CODE = """
 import contextlib, ctypes, sys
 from cuda.bindings import driver as d
-from dynamo_elastic.comm.fresh_blocks import fresh_blocks
+from dynamo_elastic.comm.fresh_blocks import DriverHeap, fresh_blocks
 
 def ok(answer):
     if answer[0] != d.CUresult.CUDA_SUCCESS:
@@ -38,7 +38,7 @@ def share():
     return ctypes.string_at(ok(d.cuIpcGetMemHandle(memory)).getPtr(), 64).hex()
 
 def share_block(fresh):
-    with fresh_blocks() if fresh == "fresh" else contextlib.nullcontext():
+    with fresh_blocks(DriverHeap(0)) if fresh == "fresh" else contextlib.nullcontext():
         block = ok(d.cuMemAlloc(8))
     return ctypes.string_at(ok(d.cuIpcGetMemHandle(block)).getPtr(), 64).hex()
 

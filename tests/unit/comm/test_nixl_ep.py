@@ -89,7 +89,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     zeros = torch.zeros
 
     @contextmanager
-    def fresh_blocks() -> Iterator[None]:
+    def fresh_blocks(heap: object) -> Iterator[None]:
         yield
         bindings.last.calls.append(("end of fresh blocks",))  # type: ignore[attr-defined]
 
@@ -102,6 +102,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("UCX_CUDA_IPC_CACHE", "n")
     module = importlib.import_module("dynamo_elastic.comm.nixl_ep")
     monkeypatch.setattr(module, "fresh_blocks", fresh_blocks)
+    monkeypatch.setattr(module, "DriverHeap", lambda device: device)
     yield module
     sys.modules.pop("dynamo_elastic.comm.nixl_ep", None)
 

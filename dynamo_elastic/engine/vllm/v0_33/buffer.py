@@ -49,17 +49,20 @@ def install() -> None:
     """Buffers that vLLM makes from now on can be destroyed at our word; those of vLLM end with the
     last of their many holders, at a moment that nobody knows. And peers can open their memory after
     this process was parked or restored, whatever it shared before: see comm.fresh_blocks."""
-    from dynamo_elastic.comm.fresh_blocks import fresh_blocks  # needs the driver's bindings
+    from dynamo_elastic.comm.fresh_blocks import (  # needs the driver's bindings
+        DriverHeap,
+        fresh_blocks,
+    )
 
     module: Any = importlib.import_module("nixl_ep")
 
     class ElasticBuffer(module.Buffer):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            with fresh_blocks():
+            with fresh_blocks(DriverHeap(torch.cuda.current_device())):
                 super().__init__(*args, **{**kwargs, "explicitly_destroy": True})
 
         def update_memory_buffers(self, *args: Any, **kwargs: Any) -> None:
-            with fresh_blocks():
+            with fresh_blocks(DriverHeap(torch.cuda.current_device())):
                 super().update_memory_buffers(*args, **kwargs)
 
     if module.Buffer.__name__ != ElasticBuffer.__name__:
