@@ -13,6 +13,9 @@ the *probe*, is captured with the old buffer and with the new one, and compared.
    struct; if it is a parameter of its own, a kernel that the probe did not launch depends on the
    old buffer, and the graphs are refused.
 
+Padding inside of a parameter of eight bytes would look like rule 1's business. It is known of one
+kind of kernel, torch's copies from type to type, by their names, and does not count there.
+
 The halves of a double buffer have addresses of their own, so the parity of every node is part of
 what rule 1 goes by; both probes must start at the same parity, or halves would be swapped.
 """
@@ -30,6 +33,9 @@ from dynamo_elastic.errors import RebindRefused
 
 WORD_BYTES = 8
 _HALF_WORD_BYTES = 4
+_CASTS = ("LoadWithCastILi1E", "StoreWithCastILi1E")
+"""In the names of torch's kernels with parameters that are a type of one byte, three bytes that
+nobody initialises, and a size."""
 LEAST_POINTER = 1 << 32
 """Device addresses are far above it; by-value numbers and flags are below."""
 
@@ -127,6 +133,8 @@ class _Comparison:
             was = before.values[parameter][offset : offset + size]
             now = after.values[parameter][offset : offset + size]
             alone = len(before.values[parameter]) <= WORD_BYTES
+            if alone and _differ_in_padding(before.name, was, now):
+                continue
             if size == WORD_BYTES and self._stays(before.name, number(was), number(now), alone):
                 continue
             slot = (before.name, parameter, offset)
@@ -157,6 +165,12 @@ class _Comparison:
             for slot, values in self._seen.items()
             if slot[0] in self._dependent and any(was != now for was, now in values.items())
         }
+
+
+def _differ_in_padding(kernel: str, was: bytes, now: bytes) -> bool:
+    """Whether they are one type and size of a kernel that converts, but for what lies between."""
+    converts = len(was) == WORD_BYTES and any(cast in kernel for cast in _CASTS)
+    return converts and was != now and (was[0], was[4:]) == (now[0], now[4:])
 
 
 def _check_comparable(old: Probe, new: Probe) -> None:

@@ -251,6 +251,42 @@ def test_padding_in_structs_of_other_kernels_is_no_reason_to_refuse() -> None:
         assert graph.live == expected(graph, world.buffer, fresh)
 
 
+def cast_kernel(padding: bytes, type_number: int = 15) -> Node:
+    """As torch 2.14 launches it; seen on a GPU."""
+    name = "_ZN2at6native27unrolled_elementwise_kernelINS0_6memory12LoadWithCastILi1EEE"
+    loader = bytes([type_number]) + padding + integer(2)
+    return Node(NodeKind.KERNEL, name, (integer(64), b"\0", pointer(1) + pointer(2), loader))
+
+
+@given(
+    paddings=st.lists(st.binary(min_size=3, max_size=3), min_size=4, max_size=4),
+    shown=st.booleans(),
+)
+def test_padding_in_casts_of_torch_is_no_reason_to_refuse(
+    paddings: list[bytes], shown: bool
+) -> None:
+    world = World()
+    before, after, *others = map(cast_kernel, paddings)
+    world.graphs.append(FakeGraph([*others, before] if shown else others))
+    first = replace(world.first, nodes=(*world.first.nodes, before))
+    world.rebinder = GraphRebinder(world.driver, world.graphs, first)
+    fresh = world.memory.buffer(rank=1)
+    captured = probe(world.driver, fresh)
+    world.rebinder.rebind(replace(captured, nodes=(*captured.nodes, after)))
+    for graph in world.graphs:
+        assert graph.live == expected(graph, world.buffer, fresh)
+
+
+def test_another_type_in_a_cast_is_more_than_padding() -> None:
+    world = World()
+    first = replace(world.first, nodes=(*world.first.nodes, cast_kernel(b"\0\0\0")))
+    graph = FakeGraph([cast_kernel(b"\1\2\3", type_number=7)])
+    world.rebinder = GraphRebinder(world.driver, [graph], first)
+    captured = probe(world.driver, world.memory.buffer(rank=1))
+    changed = replace(captured, nodes=(*captured.nodes, cast_kernel(b"\0\0\0", type_number=6)))
+    refused(world, changed, "none that the probe showed")
+
+
 def test_memory_of_torch_where_there_was_other_memory() -> None:
     world = World()
     captured = probe(world.driver, world.memory.buffer(rank=1))
