@@ -13,8 +13,8 @@ from dynamo_elastic.errors import RegistrationFailed
 
 log = logging.getLogger(__name__)
 
-_SETTLE_S = 0.1
-"""The frontend sees a change a moment after we do."""
+_SETTLE_S = 0.5
+"""The frontend sees a change a moment after we do, on a busy machine a few tenths of a second."""
 
 
 class DynamoInstance:

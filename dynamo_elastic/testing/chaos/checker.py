@@ -6,6 +6,7 @@ operation at a time, whose phases follow phases.PHASES; a topology that only its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,13 +66,18 @@ class Windows:
 RETRYABLE = ("HTTP 429", "HTTP 503", "HTTP 529", "'code': 503", "retry")
 """An error that says one of these may be sent again."""
 
+NOBODY = "HTTP 404"
+"""No instance is known to the frontend. Nothing was begun; a documented window as a group boots."""
+_SEEN_AGAIN_S = 1.0
+"""In which a frontend sees the instances of a group that has booted."""
+
 
 def check(history: History, windows: Windows) -> list[Violation]:
     """Every violation in `history`."""
     return [
         *check_writes(history),
         *check_serving(history, windows.two_topologies_s),
-        *check_answers(history.answers, history.reference),
+        *check_answers(history),
         *check_silence(history.answers, windows.silence_s),
     ]
 
@@ -257,14 +263,23 @@ def check_serving(history: History, window_s: float) -> list[Violation]:
     return [*_undecided(history), *_two_at_once(history.seen, window_s)]
 
 
+def _epochs(values: Iterable[bytes | None]) -> set[int]:
+    """Those of the topologies that can be read."""
+    found = set()
+    for value in values:
+        if value:
+            with suppress(RecordError):
+                found.add(int(decode(Topology, value).epoch))
+    return found
+
+
 def _undecided(history: History) -> Iterable[Violation]:
     key, seen = f"{history.prefix}topology", history.seen
-    written = [w.value for w in (*history.before, *history.writes) if w.key == key and w.value]
-    decided = set()
-    for value in written:
-        with suppress(RecordError):
-            decided.add(int(decode(Topology, value).epoch))
-    for epoch in sorted({s.epoch for s in seen if s.serving} - decided):
+    before = _epochs(w.value for w in history.before if w.key == key)
+    decided = before | _epochs(w.value for w in history.writes if w.key == key)
+    # Of what was decided before the history begins only the last is known: a rank may be late.
+    known_from = max(before, default=0)
+    for epoch in sorted({s.epoch for s in seen if s.serving and s.epoch > known_from} - decided):
         worker = next(s.worker for s in seen if s.serving and s.epoch == epoch)
         what = f"{worker} serves epoch {epoch}, which was never decided"
         yield Violation(Rule.TOPOLOGY, what)
@@ -288,11 +303,12 @@ def _two_at_once(seen: Sequence[Seen], window_s: float) -> Iterable[Violation]:
             return
 
 
-def check_answers(answers: Sequence[Answer], reference: Mapping[str, str]) -> list[Violation]:
+def check_answers(history: History) -> list[Violation]:
     """Every client got the right tokens, to the end or until an error."""
     found = []
-    for answer in answers:
-        right = reference.get(answer.prompt)
+    boots = list(_boots(history))
+    for answer in history.answers:
+        right = history.reference.get(answer.prompt)
         if right is None:
             found.append(Violation(Rule.TOKENS, f"{answer.prompt} has no reference"))
         elif answer.error and not right.startswith(answer.text):
@@ -301,14 +317,40 @@ def check_answers(answers: Sequence[Answer], reference: Mapping[str, str]) -> li
         elif not answer.error and answer.text != right:
             what = f"{answer.prompt}: {answer.text!r} instead of {right!r}"
             found.append(Violation(Rule.TOKENS, what))
-        if lost(answer):
+        if _lost(answer, boots):
             found.append(Violation(Rule.LOST, f"{answer.prompt}: {answer.error}"))
     return found
 
 
-def lost(answer: Answer) -> bool:
-    """True of a request that ended with an error that does not say that it may be sent again."""
-    return bool(answer.error) and not any(sign in answer.error for sign in RETRYABLE)
+def lost(history: History) -> int:
+    """Requests that ended with an error that does not say that they may be sent again."""
+    boots = list(_boots(history))
+    return sum(_lost(answer, boots) for answer in history.answers)
+
+
+def _lost(answer: Answer, boots: Sequence[tuple[float, float]]) -> bool:
+    if not answer.error or any(sign in answer.error for sign in RETRYABLE):
+        return False
+    booting = any(begin <= answer.started_s <= end + _SEEN_AGAIN_S for begin, end in boots)
+    return not (booting and answer.error.startswith(NOBODY))
+
+
+def _boots(history: History) -> Iterable[tuple[float, float]]:
+    """When a group that nobody was left of was made anew: then there is no instance."""
+    begin_s: float | None = None
+    for write in (*history.before, *history.writes):
+        if write.key != f"{history.prefix}operation":
+            continue
+        if write.value is None:
+            if begin_s is not None:
+                yield begin_s, write.at_s
+            begin_s = None
+            continue
+        with suppress(RecordError):  # of which check_writes() tells
+            if begin_s is None and decode(OperationRecord, write.value).kind is Kind.BOOT:
+                begin_s = write.at_s
+    if begin_s is not None:
+        yield begin_s, math.inf
 
 
 def longest_silence_s(answers: Sequence[Answer]) -> float:

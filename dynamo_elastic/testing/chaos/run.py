@@ -134,7 +134,7 @@ def _take(history: History, world: World) -> None:
 def _judged(verdict: Verdict, history: History) -> Verdict:
     answers = history.answers
     verdict.requests = len(answers)
-    verdict.lost = sum(lost(a) for a in answers)
+    verdict.lost = lost(history)
     verdict.retried = sum(bool(a.error) for a in answers) - verdict.lost
     verdict.silence_s = round(longest_silence_s(answers), 3)
     verdict.violations += [f"{v.rule}: {v.what}" for v in check(history, WINDOWS)]

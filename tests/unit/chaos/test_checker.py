@@ -24,7 +24,7 @@ from dynamo_elastic.coordinator.records import (
     encode,
 )
 from dynamo_elastic.phases import Phase, Step, phases_of
-from dynamo_elastic.testing.chaos.checker import Rule, Windows, check
+from dynamo_elastic.testing.chaos.checker import Rule, Windows, check, lost
 from dynamo_elastic.testing.chaos.history import Answer, History, Seen, Write
 from dynamo_elastic.topology import EngineShape, PlanInput, Topology, plan_scale
 from dynamo_elastic.types import Epoch, FencingToken, OperationId, WorkerId
@@ -348,6 +348,28 @@ def test_two_short_switches_are_not_one_long_one() -> None:
 def test_an_epoch_that_was_never_decided_is_not_served() -> None:
     plane = played([(3, True, 0)])
     assert rules(history(plane, seen=seen(0, {"slot0": 2}, 0.0))) == {Rule.TOPOLOGY}
+
+
+@pytest.mark.parametrize(("epoch", "found"), [(1, set()), (2, set()), (3, {Rule.TOPOLOGY})])
+def test_a_rank_may_be_late_by_more_than_a_history_knows(epoch: int, found: set[Rule]) -> None:
+    """Run 704: of the epochs before a history only the last is stored."""
+    plane = played([(3, False, 0)])
+    newest = [w for w in plane.writes if w.key == KEYS.topology][-1:]
+    late = History(KEYS.prefix, before=newest, seen=seen(0, {"slot0": epoch}, 0.0))
+    assert rules(late) == found
+
+
+def test_nobody_is_there_while_a_group_boots() -> None:
+    """Run 550: Dynamo's frontend answers 404 then. At any other time such a request is lost."""
+    plane = played([(3, False, 0)])
+    first, last = [w.at_s for w in plane.writes if w.key == KEYS.operation and not w.value][:2]
+    refused = [
+        Answer(started_s, started_s, PROMPT, "", "HTTP 404: Model not found", [])
+        for started_s in (first, first + 1.0, last)
+    ]
+    found = check(history(plane, answers=refused), WINDOWS)
+    assert [violation.rule for violation in found] == [Rule.LOST]
+    assert lost(history(plane, answers=refused)) == 1
 
 
 def answer(text: str = TEXT, error: str = "", tokens_s: tuple[float, ...] = (0.0,)) -> Answer:
