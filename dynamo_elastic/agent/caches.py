@@ -1,8 +1,9 @@
-"""What compilers leave behind: caches by fingerprint, so that a later boot does not compile again.
+"""What compilers leave behind, and which kernels an engine chose: caches by fingerprint, so that a
+later boot does not compile again, and chooses the same.
 
 CATALOG/.jit/             0700, ours
   3f9a0c....0/              one for each kind of engine (Boots.cache_key); its time is its last use
-    triton/ inductor/ vllm/
+    triton/ inductor/ vllm/ kernels/
   3f9a0c....1/              in its place, after a boot with it had failed
 
 An engine runs what it finds there: the directories are private, like images. Their content has no
@@ -19,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dynamo_elastic.agent.ladder import Obstacle, Why
+from dynamo_elastic.engine.base import KERNELS_VARIABLE
 from dynamo_elastic.errors import SnapshotDamaged
 from dynamo_elastic.snapshot.checks import private_directory
 
@@ -26,6 +28,7 @@ VARIABLES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "VLLM_CACHE_ROOT": "vllm",
+    KERNELS_VARIABLE: "kernels",
 }
 """Variable that names a cache to its compiler -> the cache's directory."""
 

@@ -20,6 +20,8 @@ from dynamo_elastic.types import Epoch, Incarnation, Rank, WorkerId
 DETACHED_FILE = "detached.json"
 ATTACH_FILE = "attach.json"
 SOCKET_FILE = "engine.sock"
+KERNELS_VARIABLE = "DYNAMO_ELASTIC_KERNELS_DIR"
+"""Names the directory in which engines of one kind agree on what they chose by its time."""
 
 
 class EngineState(StrEnum):

@@ -17,6 +17,7 @@ from dynamo_elastic.engine.reference.gpu_kernels import (
     DOWN,
     GATE_UP,
     Choices,
+    agreed,
     check,
     fastest,
     product,
@@ -95,15 +96,17 @@ class StepGraphs:
         _log.info("%s in %.0f ms", how, (time.monotonic() - began_s) * 1e3)
 
     def _tune(self, buffer: ExpertBuffer) -> Choices:
-        """What is quickest for the shape of every step: a buffer gives each expert as many rows as
-        there can be."""
+        """What is quickest for the shape of every step, or was for such an engine before: a buffer
+        gives each expert as many rows as there can be."""
         gate_up, down = self._stacks.gate_up[0], self._stacks.down[0]
         count = buffer.shape.capacity * buffer.shape.max_tokens
         operands = {
             GATE_UP: (gate_up.new_zeros(len(gate_up), count, gate_up.shape[2]), gate_up),
             DOWN: (down.new_zeros(len(down), count, down.shape[2]), down),
         }
-        chosen = fastest(lambda name, o: seconds_on_gpu(lambda: product(o, *operands[name])))
+        chosen = agreed(
+            lambda: fastest(lambda name, o: seconds_on_gpu(lambda: product(o, *operands[name])))
+        )
         _log.info("kernels: %s", chosen)
         return chosen
 

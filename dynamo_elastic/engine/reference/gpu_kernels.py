@@ -1,20 +1,28 @@
 """Which of several kernels computes a product: timed once, when an engine is warmed up.
 
 Choices are part of the process, so of its images and of a parked engine. They decide about the last
-bits of results, so all ranks of a group have the same: a joiner takes those of the first rank.
+bits of results, so all ranks of a group have the same: a joiner takes those of the first rank. That
+costs it new graphs, so engines of one kind on one host share what the first of them has chosen.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import StrEnum
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from dynamo_elastic.engine.base import KERNELS_VARIABLE
 from dynamo_elastic.errors import EngineError
 
 GATE_UP, DOWN = "experts.gate_up", "experts.down"
+_FILE = "choices.json"
 _CLEARLY = 0.9
 """A choice that is not faster than this share of the first one's time is not worth another."""
 
@@ -60,6 +68,34 @@ def fastest(seconds_of: Callable[[str, str], float]) -> Choices:
         clear = taken[best] < _CLEARLY * taken[Order.ROWS]
         chosen[name] = str(best if clear else Order.ROWS)
     return chosen
+
+
+def agreed(tune: Callable[[], Choices], environment: Mapping[str, str] = os.environ) -> Choices:
+    """What an engine of this kind has chosen before, or else tune(), kept for those to come."""
+    if KERNELS_VARIABLE not in environment:
+        return tune()
+    path = Path(environment[KERNELS_VARIABLE], _FILE)
+    with suppress(OSError, ValueError, EngineError):
+        return _read(path)
+    chosen = tune()
+    with suppress(OSError):
+        # Complete when others see it, and the same for all: of several at once the first counts.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:
+            json.dump(dict(chosen), file)
+            file.flush()
+            with suppress(FileExistsError):
+                os.link(file.name, path)
+        with suppress(ValueError, EngineError):
+            return _read(path)
+    return chosen
+
+
+def _read(path: Path) -> Choices:
+    choices = json.loads(path.read_text())
+    if not isinstance(choices, dict):
+        raise ValueError(f"{path} holds no choices")
+    check(choices)
+    return choices
 
 
 def seconds_on_gpu(act: Callable[[], object], repeats: int = 5) -> float:

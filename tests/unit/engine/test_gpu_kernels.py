@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from dynamo_elastic.comm.host_group import HostExpertGroup
-from dynamo_elastic.engine.base import EngineState
+from dynamo_elastic.engine.base import KERNELS_VARIABLE, EngineState
 from dynamo_elastic.engine.reference.epochs import Epochs
 from dynamo_elastic.engine.reference.gpu_kernels import (
     DOWN,
     GATE_UP,
     PLAIN,
+    Choices,
     Order,
+    agreed,
     check,
     fastest,
     product,
@@ -52,6 +54,35 @@ def test_another_order_must_be_clearly_faster() -> None:
         (DOWN, Order.WEIGHTS): 0.5,
     }
     assert fastest(lambda name, order: seconds[name, Order(order)]) == TURNED
+
+
+def test_engines_of_one_kind_choose_once(tmp_path: Path) -> None:
+    here = {KERNELS_VARIABLE: str(tmp_path)}
+    assert agreed(lambda: TURNED, {}) == TURNED
+    assert not list(tmp_path.iterdir())
+    assert agreed(lambda: TURNED, here) == TURNED
+    assert agreed(lambda: pytest.fail("it was chosen before"), here) == TURNED
+
+
+def test_of_two_that_choose_at_once_the_first_counts(tmp_path: Path) -> None:
+    here = {KERNELS_VARIABLE: str(tmp_path)}
+
+    def slow() -> Choices:
+        agreed(lambda: TURNED, here)
+        return PLAIN
+
+    assert agreed(slow, here) == TURNED
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"experts.down": "rows"}'])
+def test_choices_that_can_not_be_used_are_made_anew(tmp_path: Path, content: str) -> None:
+    here = {KERNELS_VARIABLE: str(tmp_path)}
+    agreed(lambda: PLAIN, here)
+    (file,) = tmp_path.iterdir()
+    file.write_text(content)
+    assert agreed(lambda: TURNED, here) == TURNED
+    assert agreed(lambda: TURNED, {KERNELS_VARIABLE: str(tmp_path / "gone")}) == TURNED
 
 
 @pytest.mark.parametrize(
