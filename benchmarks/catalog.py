@@ -71,6 +71,7 @@ BENCHMARKS = tuple(
             "gpu_rebind",
             "gpu_scale",
             "gpu_rounds",
+            "gpu_faults",
             "gpu_capacity",
             "vllm_elastic",
         ),
