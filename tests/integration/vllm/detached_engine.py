@@ -25,11 +25,12 @@ torch.cpu._is_avx512_bf16_supported = torch.cpu._is_amx_tile_supported = lambda:
 
 import vllm.config.parallel as parallel  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
+from vllm.distributed.elastic_ep import standby_state  # noqa: E402
 from vllm.distributed.eplb import eplb_state  # noqa: E402
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: E402
     CPUUnquantizedExperts,
 )
-from vllm.v1.worker import cpu_worker  # noqa: E402
+from vllm.v1.worker import cpu_worker, dp_utils  # noqa: E402
 
 from dynamo_elastic.engine.vllm.v0_33 import detached  # noqa: E402
 from dynamo_elastic.engine.vllm.v0_33.executor import ElasticExecutor  # noqa: E402
@@ -108,6 +109,8 @@ class Executor(ElasticExecutor):
 class Scaling(ElasticScaling):
     """On the CPU vLLM makes no state of experts, and captures nothing."""
 
+    all2all = False
+
     def load_model(self) -> None:
         self.worker.load_model()
         event = types.SimpleNamespace(wait=lambda *_: None, record=lambda *_: None)
@@ -125,12 +128,39 @@ class Scaling(ElasticScaling):
             if group is not None:
                 group.destroy()
 
+    # It joins a group of elastic_ranks.py, whose ranks have two tensors and a map, and no model.
+
+    def _replicated(self, _: Any) -> dict[str, torch.Tensor]:
+        self.received = {"dense": torch.zeros(7, 300), "scales": torch.zeros(5, dtype=torch.int64)}
+        return self.received
+
+    def _renew_buffer(self) -> None:
+        """There is none."""
+
+    def _prepare_eplb_communicator(self, eplb_group: Any) -> None:
+        """There is none."""
+
+    def switch_and_prepare(self) -> tuple[Any, ...]:
+        standby = standby_state.pop_standby_groups()
+        retired: tuple[Any, ...] = parallel_state._replace_active_groups(**standby)
+        return retired
+
+    def commit_scale_up(self, is_existing_worker: bool) -> None:
+        self.mapping = self.receive_expert_mapping().tolist()
+        # The others agree on no batch; and vLLM's dispatch of the CPU needs a communicator.
+        dp_utils._skip_dp_coordination.set(True)
+        parallel_state._EP.device_communicator = Communicator(None)
+
+    def joined(self) -> dict[str, Any]:
+        sums = {name: float(tensor.sum()) for name, tensor in self.received.items()}
+        return {"mapping": self.mapping, "size": parallel_state._DP.world_size, **sums}
+
     def let_go(self) -> dict[str, Any]:
         communicators = [s.communicator for s in self._eplb().model_states.values()]
         return {"communicators": [type(c).__name__ for c in communicators]}
 
 
-class Worker(cpu_worker.CPUWorker):
+class Worker(cpu_worker.CPUWorker):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.elastic_ep_executor = Scaling(self)
@@ -149,9 +179,9 @@ def held(pid: int) -> dict[str, int]:
             target = os.readlink(descriptor)
         except OSError:
             continue
-        inode = re.match(r"socket:\[(\d+)\]", target)
-        if inode:
-            found[f"socket {sockets.get(inode[1], 'of another kind')}"] += 1
+        match = re.match(r"socket:\[(\d+)\]", target)
+        if match:
+            found[f"socket {sockets.get(match[1], 'of another kind')}"] += 1
         else:
             found[target if target.startswith("anon_inode") else target.split(":")[0]] += 1
     return dict(found)
@@ -194,12 +224,24 @@ async def main(model: str, rpc_port: int) -> None:
         worker_cls="detached_engine.Worker", enable_log_requests=False,
     )  # fmt: skip
     engine = AsyncLLM.from_engine_args(arguments)
-    asked = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    made = [o async for o in engine.generate({"prompt_token_ids": [5, 6, 7]}, asked, "one")]
-    say(tokens=list(made[-1].outputs[0].token_ids), boot_s=round(time.monotonic() - began_s, 1))
-    say(detached=await engine.engine_core.call_utility_async("detach_elastic_ep"))
+    utility = engine.engine_core.call_utility_async
+
+    async def generate(name: str) -> list[int]:
+        asked = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        prompt = {"prompt_token_ids": [5, 6, 7]}
+        made = [output async for output in engine.generate(prompt, asked, name)]
+        return list(made[-1].outputs[0].token_ids)
+
+    say(tokens=await generate("alone"), boot_s=round(time.monotonic() - began_s, 1))
+    say(detached=await utility("detach_elastic_ep"))
     say(held={pid: held(pid) for pid in tree()})
-    engine.shutdown()
+    if sys.stdin.readline().strip() == "attach":
+        say(attached=await engine.engine_core.external_eep_coordinator.attach())
+        say(tokens_in_group=await asyncio.wait_for(generate("in the group"), 60))
+        (said,) = await engine.collective_rpc("elastic_ep_execute", args=("joined",))
+        say(joined=said)
+        sys.stdin.readline()  # until the group is over
+    os._exit(0)
 
 
 if __name__ == "__main__":

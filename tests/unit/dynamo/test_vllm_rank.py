@@ -138,7 +138,11 @@ def test_its_socket_answers_three_calls() -> None:
     world = World()
     calls = rank_of(world, 0).calls()
     assert set(calls) == {SCALE, ATTACH, FAIL}
-    asyncio.run(calls[FAIL]({"reason": "a joiner ended"}))
-    asyncio.run(calls[SCALE]({"width": 2, "drain_timeout_s": 1}))
-    assert asyncio.run(calls[ATTACH]({"timeout_s": 5})) == {"weights": 0.5}
+
+    async def call() -> Any:
+        await calls[FAIL]({"reason": "a joiner ended"})
+        await calls[SCALE]({"width": 2, "drain_timeout_s": 1})
+        return await calls[ATTACH]({"timeout_s": 5})
+
+    assert asyncio.run(call()) == {"weights": 0.5}
     assert world.said[:2] == ["failed: a joiner ended", "scale 2, statistics False"]

@@ -7,6 +7,7 @@ the largest group, so that what is compiled and captured is good for every size.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -104,13 +105,11 @@ class LocalManager(all2all.NixlEPAll2AllManager):  # type: ignore[misc]
     def _init_buffer(
         self, max_num_tokens_per_dp_rank: int, token_hidden_size: int, num_experts_per_rank: int
     ) -> None:
-        from nixl_ep import Buffer
-
-        made = Buffer(rank=self.rank)
+        made: Any = importlib.import_module("nixl_ep").Buffer(rank=self.rank)
         made.update_memory_buffers(
             num_ranks=self.world_size,
             num_experts_per_rank=num_experts_per_rank,
-            num_rdma_bytes=Buffer.get_rdma_size_hint(
+            num_rdma_bytes=made.get_rdma_size_hint(
                 num_max_dispatch_tokens_per_rank=max_num_tokens_per_dp_rank,
                 hidden=token_hidden_size,
                 num_ranks=self.world_size,

@@ -25,6 +25,9 @@ class DetachedEngineCore(ElasticEngineCore):
     """Boots with its own front end alone, and joins by attach_elastic_ep() like a rank that has
     left. vLLM's launch flag of a joiner must be set: without it vLLM would measure memory."""
 
+    has_coordinator: bool
+    """vLLM's own: whether the DP coordinator hears of this engine."""
+
     @contextmanager
     def _perform_handshakes(
         self,
