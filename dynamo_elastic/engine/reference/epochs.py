@@ -16,7 +16,6 @@ from dynamo_elastic.engine.base import EngineState, PushReport
 from dynamo_elastic.engine.reference.checkpoint import load_weights
 from dynamo_elastic.engine.reference.device import Executor
 from dynamo_elastic.engine.reference.kv import BLOCK_TOKENS, KvCache
-from dynamo_elastic.engine.reference.layout import slot_prefix
 from dynamo_elastic.engine.reference.loop import StepLoop
 from dynamo_elastic.engine.reference.membership import Membership
 from dynamo_elastic.engine.reference.model import Model, Row, no_experts
@@ -199,16 +198,17 @@ class Epochs:
         copies: list[tuple[WorkerId, str, str]] = []
         for move in (m for m in moves if m.from_worker == worker_id == self._worker_id):
             self._wait_unused(move)
-            pairs = self._pairs(self._slot_of(move.expert), move.to_slot)
+            weights = self._model.weights
+            ours, theirs = weights.slot(self._slot_of(move.expert)), weights.slot(move.to_slot)
             chunks += plan_copies(
-                worker_id, move.to_worker, pairs, chunk_bytes=self._own.chunk_bytes
+                worker_id, move.to_worker, [(ours, theirs)], chunk_bytes=self._own.chunk_bytes
             )
-            copies += [(move.to_worker, ours.name, theirs.name) for ours, theirs in pairs]
+            copies.append((move.to_worker, ours.name, theirs.name))
         report = self._write(chunks)
-        sent = self._own.digests({ours for _, ours, _ in copies})
+        sent = self._own.digests({name for _, name, _ in copies})
         digests: dict[WorkerId, dict[str, str]] = {}
-        for target, ours, theirs in copies:
-            digests.setdefault(target, {})[theirs] = sent[ours]
+        for target, from_slot, to_slot in copies:
+            digests.setdefault(target, {})[to_slot] = sent[from_slot]
         return replace(report, digests=digests)
 
     def _write(self, chunks: list[Chunk]) -> PushReport:
@@ -227,11 +227,6 @@ class Epochs:
         if expert not in held:
             raise EngineError(f"{self._worker_id} does not hold expert {expert}")
         return held.index(expert)
-
-    def _pairs(self, from_slot: int, to_slot: int) -> list[tuple[Region, Region]]:
-        ours, theirs = slot_prefix(from_slot), slot_prefix(to_slot)
-        regions = [r for r in self._model.weights.arena.regions if r.name.startswith(ours)]
-        return [(r, self._region(theirs + r.name.removeprefix(ours))) for r in regions]
 
     def _region(self, name: str) -> Region:
         try:

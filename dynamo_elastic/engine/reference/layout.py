@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from dynamo_elastic.engine.shape import ModelShape
+from dynamo_elastic.types import Region
 
 DENSE = "dense/"
 
@@ -70,6 +71,18 @@ def _gate_up(prefix: str) -> tuple[str, str]:
 def slot_prefix(slot: int) -> str:
     """What the names of all regions of expert slot `slot` begin with."""
     return f"slot{slot}/"
+
+
+def slot_spans(regions: Iterable[Region], slots: int) -> dict[str, Region]:
+    """From the first to the last byte of each expert slot, by slot_prefix(): one piece to move and
+    to digest, where a model has a hundred in it."""
+    spans: dict[str, Region] = {}
+    for region in regions:
+        name = region.name.partition("/")[0] + "/"
+        first = spans.get(name, region)
+        size_bytes = region.offset + region.size_bytes - first.offset
+        spans[name] = Region(name, first.offset, size_bytes)
+    return {slot_prefix(slot): spans[slot_prefix(slot)] for slot in range(slots)}
 
 
 def arena_pieces(shape: ModelShape, slots: int) -> list[Piece]:

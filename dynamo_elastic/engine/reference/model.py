@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynamo_elastic.engine.reference.kv import BLOCK_TOKENS, SCRATCH_BLOCK, KvCache, blocks_for
-from dynamo_elastic.engine.reference.layout import DENSE, arena_pieces
+from dynamo_elastic.engine.reference.layout import DENSE, arena_pieces, slot_prefix, slot_spans
 from dynamo_elastic.engine.reference.store import HOST, Store
 from dynamo_elastic.engine.shape import ModelShape
 from dynamo_elastic.memory.arena import layout
+from dynamo_elastic.types import Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +81,18 @@ class Weights:
             p.name: self.arena.tensor(self.arena.region(p.name), store.dtype, p.shape)
             for p in pieces
         }
+        self._slots = slot_spans(self.arena.regions, slots)
+
+    def slot(self, slot: int) -> Region:
+        """All weights of an expert slot, which lie side by side. Its name is that of no piece."""
+        return self._slots[slot_prefix(slot)]
 
     def dense(self, name: str) -> Tensor:
         return self.tensors[DENSE + name]
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
-        """Of the regions of these names. Raises KeyError."""
-        regions = [self.arena.region(name) for name in names]
+        """Of the regions of these names, or whole slots. Raises KeyError."""
+        regions = [self._slots.get(name) or self.arena.region(name) for name in names]
         data = [self.arena.tensor(r, torch.uint8, (r.size_bytes,)) for r in regions]
         return dict(zip((r.name for r in regions), self.store.digests(data), strict=True))
 

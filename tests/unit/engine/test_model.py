@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from dynamo_elastic.engine.base import Request
 from dynamo_elastic.engine.reference.checkpoint import load_weights
 from dynamo_elastic.engine.reference.experts import LocalExperts, weighted_sum
 from dynamo_elastic.engine.reference.kv import KvCache
+from dynamo_elastic.engine.reference.layout import DENSE, slot_prefix
 from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.engine.reference.model import Model, Routing, Row, TileSize, Weights
 from dynamo_elastic.engine.reference.oracle import Oracle
@@ -187,3 +189,28 @@ def test_seeded_weights_are_a_function_of_the_seed_and_the_expert(tmp_path: Path
     config.write_text(config.read_text().replace('weights": 5', 'weights": "5"'))
     with pytest.raises(ConfigError, match="seeded_weights"):
         load_weights(tmp_path, second, [5, 1])
+
+
+def test_a_slot_is_one_piece_with_all_its_weights() -> None:
+    weights = Weights(SMALL_SHAPE, 3)
+    spans = [weights.slot(slot) for slot in range(3)]
+    assert len({span.size_bytes for span in spans}) == 1
+    for before, after in pairwise(spans):
+        assert before.offset + before.size_bytes <= after.offset
+    for slot, span in enumerate(spans):
+        inside = [r for r in weights.arena.regions if r.name.startswith(slot_prefix(slot))]
+        assert min(r.offset for r in inside) == span.offset
+        assert max(r.offset + r.size_bytes for r in inside) == span.offset + span.size_bytes
+
+
+def test_the_digest_of_a_slot_is_that_of_every_weight_in_it() -> None:
+    weights = Weights(SMALL_SHAPE, 2)
+    name = weights.slot(1).name
+    seen = {weights.digests([name])[name]}
+    for piece, tensor in weights.tensors.items():
+        if piece.startswith(name):
+            tensor.view(-1)[-1] = 1.0
+            seen.add(weights.digests([name])[name])
+    assert len(seen) == 1 + sum(piece.startswith(name) for piece in weights.tensors)
+    weights.tensors[DENSE + "norm"].fill_(2.0)
+    assert weights.digests([name])[name] in seen
