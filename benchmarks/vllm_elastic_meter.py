@@ -25,6 +25,8 @@ class Stream:
     began_s: float
     tokens_s: list[float] = field(default_factory=list)
     error: str = ""
+    complete: bool = False
+    """All of its tokens came."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,13 @@ def seen(streams: Sequence[Stream], since_s: float, until_s: float) -> Seen:
         for a, b in pairwise(s.tokens_s)
         if b > since_s and a < until_s
     ]
+    # Who waits still has a gap, too, up to now.
+    waiting = [s for s in under_way if s.tokens_s and not (s.complete or s.error)]
+    gaps += [
+        (until_s - s.tokens_s[-1], s.tokens_s[-1], s.rank)
+        for s in waiting
+        if s.tokens_s[-1] < until_s
+    ]
     by_rank: dict[int, float] = {}
     for gap_s, _, rank in gaps:
         by_rank[rank] = round(max(gap_s, by_rank.get(rank, 0.0)), 4)
@@ -77,7 +86,7 @@ def seen(streams: Sequence[Stream], since_s: float, until_s: float) -> Seen:
 
 
 def _end_s(stream: Stream) -> float:
-    return stream.tokens_s[-1] if stream.tokens_s and not stream.error else float("inf")
+    return stream.tokens_s[-1] if stream.complete else float("inf")
 
 
 class Clients:
@@ -136,6 +145,8 @@ class Clients:
                     stream.tokens_s.append(time.monotonic())
         if len(stream.tokens_s) < self._tokens:
             stream.error = f"ended after {len(stream.tokens_s)} of {self._tokens} tokens"
+        else:
+            stream.complete = True
 
 
 async def first_token_s(

@@ -9,8 +9,18 @@ import vllm_elastic
 import vllm_elastic_meter as meter
 
 
-def stream(rank: int, began_s: float, *tokens_s: float, error: str = "") -> Any:
-    return meter.Stream(rank, began_s, list(tokens_s), error)
+def stream(
+    rank: int, began_s: float, *tokens_s: float, error: str = "", waits: bool = False
+) -> Any:
+    return meter.Stream(rank, began_s, list(tokens_s), error, complete=not (waits or error))
+
+
+def test_a_stream_that_waits_still_has_a_gap() -> None:
+    """Else a group that stands still for good would look like one without any."""
+    streams = [stream(0, 0, 1.0, 1.1, waits=True), stream(1, 0, 1.0, 1.2)]
+    seen = meter.seen(streams, 0.5, 61.1)
+    assert seen.longest_gap_s == pytest.approx(60.0)
+    assert seen.longest_gap_by_rank_s == {0: pytest.approx(60.0), 1: pytest.approx(0.2)}
 
 
 def test_the_longest_gap_is_that_of_one_stream() -> None:
