@@ -55,6 +55,7 @@ QUESTIONS = (
         (
             Ours("vLLM, joiners from images", "vllm_elastic", "up_image_s"),
             Ours("vLLM, joiners from parked", "vllm_elastic", "up_parked_s"),
+            Ours("vLLM, 1 -> 2, a joiner that was kept alive", "vllm_elastic", "up_kept_s"),
             Ours("upstream vLLM, in the same run", "vllm_elastic", "upstream_up_s"),
             Ours("reference engine, joiners from images", "gpu_scale", "up_image_s"),
             Ours("reference engine, joiners from parked", "gpu_scale", "up_parked_s"),
@@ -66,7 +67,8 @@ QUESTIONS = (
     Question(
         "How long does a scale-down take?",
         (
-            Ours("vLLM", "vllm_elastic", "down_s"),
+            Ours("vLLM, 2 -> 1, the worst (gave up waiting)", "vllm_elastic", "down_s"),
+            Ours("vLLM, 2 -> 1, the first", "vllm_elastic", "first_down_s"),
             Ours("upstream vLLM, in the same run", "vllm_elastic", "upstream_down_s"),
             Ours("reference engine", "gpu_scale", "down_s"),
         ),
@@ -77,7 +79,8 @@ QUESTIONS = (
         "How long do users wait in between: the longest gap between two tokens of one stream?",
         (
             Ours("vLLM, up", "vllm_elastic", "gap_up_s"),
-            Ours("vLLM, down", "vllm_elastic", "gap_down_s"),
+            Ours("vLLM, down, the worst", "vllm_elastic", "gap_down_s"),
+            Ours("vLLM, down, the first", "vllm_elastic", "first_gap_down_s"),
             Ours("upstream vLLM, up, in the same run", "vllm_elastic", "upstream_gap_up_s"),
             Ours("reference engine, up", "gpu_scale", "token_gap_up_max_s"),
             Ours("reference engine, down", "gpu_scale", "token_gap_down_max_s"),
