@@ -1,0 +1,48 @@
+"""Moves of experts in vLLM's own loop stop at once, and can begin again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_elastic.testing.vllm_ranks import PYTHON, ROOT
+
+pytestmark = [pytest.mark.vllm_elastic, pytest.mark.slow, pytest.mark.timeout(200)]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    script = Path(__file__).parent / "moves_loop.py"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [PYTHON, script], env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_scale_down_does_not_wait_for_all_moves(found: dict[str, Any], taken: int) -> None:
+    """Two GPUs stood still for 81 s: vLLM waits for every layer of every move."""
+    stopped = found[f"stopped_after_{taken}"]
+    assert stopped["taken"] == taken
+    assert stopped["s"] < 0.5  # of the 2 s that all layers would take
+    assert stopped["rests"]
+    assert not stopped["rebalanced"]
+
+
+def test_moves_can_begin_again(found: dict[str, Any]) -> None:
+    assert found["same_class"]
+    assert found["then_all"] == 40
+
+
+def test_who_has_all_experts_keeps_them(found: dict[str, Any]) -> None:
+    assert found["kept"] == [[0, 1, 2, 3]] * 2
+    assert all(count >= 3 for count in found["copies"])  # of the expert with most of the load
+    assert found["all_needed"] == [[0, 1, 2, 3]] * 2
