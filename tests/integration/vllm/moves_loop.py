@@ -23,7 +23,7 @@ class Event:
     def wait(self, stream: Any = None) -> None: ...
 
 
-torch.Event = Event
+torch.Event = Event  # type: ignore[misc, assignment]
 
 from torch._C._distributed_c10d import TCPStore  # noqa: E402
 from vllm.distributed.eplb import async_worker, eplb_state  # noqa: E402
