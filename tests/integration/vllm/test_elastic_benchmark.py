@@ -66,6 +66,25 @@ def test_a_run_measures_both_ways_and_leaves_nobody(tmp_path: Path, engine: str)
     assert group["pids"] == {}
 
 
+@pytest.mark.timeout(200)
+def test_a_rank_that_left_comes_back(tmp_path: Path) -> None:
+    port = str(free_ports(4))
+    kept = ["--leavers", "kept", "--serve-s", "0.3", "--some-flag-of-vllm", "3"]
+    done = measure(tmp_path, "run", "--engine", "ours", "--widths", "2,1,2", "--port", port, *kept)
+    assert done.returncode == 0, done.stderr
+    steps = steps_of(tmp_path, "ours")
+    down, up = [step for step in steps if step["step"] == "scale"]
+    assert (down["ok"], down["to"], up["ok"], up["to"]) == (True, 1, True, 2)
+    (left,) = [step for step in steps if step["step"] == "left"]
+    assert left["ranks"] == {"1": {"workers": [{"ep_size": 0}]}}
+    (joiner,) = up["joiners"]
+    assert (joiner["status"], joiner["attach"]) == (200, {"handshake": 0.01})
+    assert up["joiner_first_token_s"]["1"] > 0
+    group = json.loads((tmp_path / "t" / "ours" / "group.json").read_text())
+    assert group["setup"]["flags"] == ["--some-flag-of-vllm", "3"]
+    assert group["setup"]["floor"] == 1
+
+
 @pytest.mark.timeout(400)
 def test_commands_go_on_where_the_last_one_ended(tmp_path: Path) -> None:
     port = str(free_ports(4))

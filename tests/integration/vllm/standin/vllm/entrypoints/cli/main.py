@@ -60,6 +60,15 @@ class Rank:
         self._serves.set()
         return web.json_response({})
 
+    async def facts(self, _: web.Request) -> web.Response:
+        return web.json_response({"workers": [{"ep_size": 0 if self._retired else 2}]})
+
+    async def attach(self, _: web.Request) -> web.Response:
+        if not self._retired:
+            return web.json_response({"error": "in a group"}, status=409)
+        self._retired = False
+        return web.json_response({"handshake": 0.01})
+
     async def call(self, request: web.Request) -> web.Response:
         return web.json_response({"results": [{"called": (await request.json())["method"]}]})
 
@@ -84,6 +93,8 @@ async def _serve(application: web.Application, arguments: Any) -> None:
             web.post("/v1/completions", rank.complete),
             web.post("/scale_elastic_ep", rank.scale),
             web.post("/collective_rpc", rank.call),
+            web.post("/elastic_ep/facts", rank.facts),
+            web.post("/elastic_ep/attach", rank.attach),
         ]
     )
     runner = web.AppRunner(application)
