@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_elastic.coordinator.fenced import FencedStore
-from dynamo_elastic.coordinator.missing import Missing
+from dynamo_elastic.coordinator.missing import LEASE_RAN_OUT, Missing
 from dynamo_elastic.coordinator.payloads import endpoints_of, named
 from dynamo_elastic.coordinator.records import (
     AckRecord,
@@ -240,7 +240,7 @@ class _Waiting:
     def give_up(self) -> None:
         """Who has been missing for too long is lost."""
         for worker in self._missing.lost(self.unanswered):
-            self._lose(worker, "its lease ran out")
+            self._lose(worker, LEASE_RAN_OUT)
 
     def see(self, key: str, value: bytes | None) -> None:
         if key in self._acks and value is not None:
@@ -254,7 +254,7 @@ class _Waiting:
         if value is None and not self.order.fail_fast:
             return self._missing.gone(worker)
         self._missing.back(worker)
-        reason = "its lease ran out" if value is None else decode(MemberRecord, value).lost_reason
+        reason = LEASE_RAN_OUT if value is None else decode(MemberRecord, value).lost_reason
         if reason:
             self._lose(worker, reason)
 

@@ -23,7 +23,7 @@ from dynamo_elastic.coordinator.decide import (
 )
 from dynamo_elastic.coordinator.election import Election
 from dynamo_elastic.coordinator.fenced import FencedStore
-from dynamo_elastic.coordinator.missing import Missing
+from dynamo_elastic.coordinator.missing import LEASE_RAN_OUT, Missing
 from dynamo_elastic.coordinator.observe import Observer
 from dynamo_elastic.coordinator.records import (
     Keys,
@@ -148,7 +148,7 @@ class _Term:
             return action
         until_s = self._missing.until_s()
         if until_s is not None:
-            reason = f"{self._missing}: its lease ran out; it may come back"
+            reason = f"{self._missing}: {LEASE_RAN_OUT}; it may come back"
             return Idle(reason, self._now() + until_s - self._clock())
         pause_s = self._retries.pause_s(action.request)
         if not pause_s:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 
 from dynamo_elastic.types import WorkerId
 
+LEASE_RAN_OUT = "its lease ran out"
+"""Why somebody is missing who may come back."""
 COMES_BACK_S = 3.0
 """A shell opens a new session 0.5 s after the store answers again, and claims its slot in it."""
 

@@ -78,6 +78,7 @@ class Scaler:
         plan, now_s = request.plan, self.now()
         first = phases_of(plan.kind)[0]
         strikes = status.last.strikes if status.last else {}
+        reasons = status.lost_reasons()
         return OperationRecord(
             operation_id=OperationId(f"{plan.kind}-{plan.after.epoch}-{uuid.uuid4().hex[:8]}"),
             kind=plan.kind,
@@ -90,6 +91,7 @@ class Scaler:
             opened_at_s=now_s,
             requested_ranks=plan.after.world_size,
             phases=(PhaseRecord(first, now_s),),
+            participants={w: f"lost: {reasons[w]}" for w in request.lost if w in reasons},
             lost=request.lost,
             discarded=request.discarded,
             served=request.served,

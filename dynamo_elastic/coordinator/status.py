@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, TypeVar, cast
 
+from dynamo_elastic.coordinator.missing import LEASE_RAN_OUT
 from dynamo_elastic.coordinator.records import (
     CapacityRecord,
     Keys,
@@ -106,7 +107,7 @@ class Status:
         for member in self.in_force.members:
             record = self.members.get(member.worker_id)
             if record is None:
-                reasons[member.worker_id] = "its lease ran out"
+                reasons[member.worker_id] = LEASE_RAN_OUT
             elif record.lost_reason:
                 reasons[member.worker_id] = record.lost_reason
             elif record.incarnation != member.incarnation:
@@ -143,14 +144,21 @@ class Status:
 
     def _given_up(self) -> dict[WorkerId, str]:
         """Members that the newest operation has recorded as lost: when it ended DONE, of the
-        topology that it made; when it was undone, of the one that it was to replace."""
+        topology that it made; when it was undone, of the one that it was to replace. Those are not
+        among them who only had lost their lease, and have claimed their slots again: their engines
+        step with the others, who could not do without them if they were told to."""
         last = self.last
         if last is None or self.in_force is None:
             return {}
         made = last.plan.after if last.phase is Phase.DONE else last.plan.before
         if made.epoch != self.in_force.epoch and last.served is None:
             return {}
-        return {w: last.participants.get(w, "lost") for w in last.lost}
+        reasons = {w: last.participants.get(w, "lost") for w in last.lost}
+        return {
+            w: reason
+            for w, reason in reasons.items()
+            if w not in self.members or not reason.endswith(LEASE_RAN_OUT)
+        }
 
     def standby(self) -> tuple[WorkerId, ...]:
         """Shells without an engine, by slot: free to join."""

@@ -10,15 +10,23 @@ from dynamo_elastic.coordinator.decide import Action, Answer, Idle, Operate, dec
 from dynamo_elastic.coordinator.records import (
     MemberRecord,
     MemberState,
+    OperationRecord,
     OutcomeStatus,
     TargetOutcome,
     TargetRecord,
 )
 from dynamo_elastic.coordinator.status import Status
-from dynamo_elastic.phases import Kind
+from dynamo_elastic.phases import Kind, Phase
 from dynamo_elastic.testing.coordination import CONFIG, SHAPE
 from dynamo_elastic.topology import Member, Topology, place_experts
-from dynamo_elastic.types import NO_INCARNATION, Epoch, Incarnation, WorkerId
+from dynamo_elastic.types import (
+    NO_INCARNATION,
+    Epoch,
+    FencingToken,
+    Incarnation,
+    OperationId,
+    WorkerId,
+)
 
 NOW_S = 101.0
 
@@ -200,3 +208,42 @@ def test_when_all_are_lost_it_boots_with_a_new_epoch() -> None:
     assert action.request.discarded == ("slot0", "slot1")
     assert action.request.plan.after.epoch == 2
     assert action.request.plan.after.worker_ids == ("slot2", "slot3")
+
+
+def undone(given: Status, why: str) -> Status:
+    """After a scale-down that was aborted, with slot1 recorded as lost."""
+    wanted = replace(given, target=target(2, "down"))
+    action = act(wanted)
+    assert isinstance(action, Operate)
+    last = OperationRecord(
+        OperationId("down-2"),
+        Kind.DOWN,
+        action.request.plan,
+        Phase.ABORTED,
+        source="cli",
+        request_id="down",
+        token=FencingToken(1),
+        topology_revision=1,
+        opened_at_s=NOW_S,
+        participants={WorkerId("slot1"): why},
+        lost=(WorkerId("slot1"),),
+    )
+    return replace(wanted, last=last, epoch=2)
+
+
+@pytest.mark.parametrize(
+    ("why", "lost"),
+    [
+        ("lost in open: its lease ran out", ()),
+        ("lost: its lease ran out", ()),
+        ("lost in abort: EngineError: the step loop is stuck", ("slot1",)),
+    ],
+)
+def test_who_had_only_lost_its_lease_and_is_back_is_not_evicted(
+    why: str, lost: tuple[str, ...]
+) -> None:
+    """Run 997 of the fault matrix: its engine stepped with the others, was not told of the
+    placements that its eviction needs, and so these were never in force."""
+    given = undone(status(3), why)
+    assert operation(act(given)) == (Kind.DOWN, 2, lost)
+    assert operation(act(without(given, 1))) == (Kind.DOWN, 2, ("slot1",))
