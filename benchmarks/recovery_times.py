@@ -27,7 +27,7 @@ from dynamo_elastic.phases import Phase
 from dynamo_elastic.testing.chaos.checker import check_answers, longest_silence_s
 from dynamo_elastic.testing.chaos.etcd_members import SITES
 from dynamo_elastic.testing.chaos.faults import undo
-from dynamo_elastic.testing.chaos.history import Answer
+from dynamo_elastic.testing.chaos.history import Answer, History
 from dynamo_elastic.testing.chaos.run import at_width, stream_ends
 from dynamo_elastic.testing.chaos.scenario import NARROW, WIDE
 from dynamo_elastic.testing.chaos.world import World, world
@@ -92,7 +92,7 @@ async def outage(here: World) -> list[Answer]:
 
 
 def requests_lost(answers: list[Answer], reference: dict[str, str]) -> int:
-    wrong = check_answers(answers, reference)
+    wrong = check_answers(History("", reference=reference, answers=answers))
     return len(wrong) + sum(bool(a.error) for a in answers)
 
 
