@@ -137,7 +137,7 @@ _DETOURS: dict[Resize, tuple[tuple[AtFailpoint, str, tuple[str, ...]], ...]] = {
             ("coordinator.elected", "scale.before_recover", "scale.before_abort"),
         ),
         (
-            AtFailpoint("engine.after_open", "slot2", Act.KILL),
+            AtFailpoint("engine.after_open", "slot1", Act.KILL),
             "slot0",
             ("worker.load.begin", "worker.load.end", "engine.load_weights"),
         ),
