@@ -13,12 +13,13 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from dynamo_elastic.agent.base import SlotState
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.coordinator.records import OutcomeStatus, TargetOutcome
 from dynamo_elastic.coordinator.status import Status, read_status
@@ -125,6 +126,21 @@ class Tally:
             self.moved_gap_max_s = max(self.moved_gap_max_s, result.max_gap_s)
         else:
             self.gap_max_s = max(self.gap_max_s, result.max_gap_s)
+
+
+IDLE = "_idle"
+
+
+def marked(held: Footprints, parked: Collection[int]) -> Footprints:
+    """With engines and shells of `parked` slots under names of their own: they hold less than those
+    that serve, and which is which changes from rest to rest."""
+    idle = {f"{kind}{slot}" for kind in ("engine", "slot") for slot in parked}
+
+    def name(process: str) -> str:
+        role, _, pid = process.partition(":")
+        return f"{role}{IDLE}:{pid}" if role in idle else process
+
+    return {name(process): footprint for process, footprint in held.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +297,9 @@ class Walk:
         self.check()
         d = self.deployment
         keys = len(await d.store.get_prefix(d.keys.prefix))
-        self.result.rests.append(Rest(self.result.resizes, await footprints(d), keys))
+        parked = {s.slot for s in await d.agent.slots() if s.state is SlotState.PARKED}
+        held = marked(await footprints(d), parked)
+        self.result.rests.append(Rest(self.result.resizes, held, keys))
 
     def check(self) -> None:
         """Judge what was recorded since the last time, and forget it."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from dynamo_elastic.agent.records import ENGINE_LOG
 from dynamo_elastic.demo.load import Prompt, StreamResult
 from dynamo_elastic.engine.reference.loop import MOVED_REQUESTS
-from dynamo_elastic.testing.cycles import MovedRequests
+from dynamo_elastic.testing.cycles import Footprint, MovedRequests
 from dynamo_elastic.testing.deployments import deployment
-from dynamo_elastic.testing.soak import Tally
+from dynamo_elastic.testing.soak import Tally, marked
 
 PROMPT = Prompt("amber", 1, 8)
 
@@ -55,3 +55,14 @@ def test_the_log_of_an_engine_tells_who_moved(tmp_path: Path) -> None:
         file.write(f"12:02 INFO loop: {MOVED_REQUESTS} uuid-c/0\n")
     assert moved.new() == {"uuid-c"}
     assert moved.new() == set()
+
+
+def test_slots_that_serve_and_slots_that_are_parked_are_not_one_line() -> None:
+    one = Footprint(1, 2, 3)
+    held = {"engine0:10": one, "slot0:11": one, "engine1:12": one, "coordinator:13": one}
+    assert set(marked(held, {0})) == {
+        "engine0_idle:10",
+        "slot0_idle:11",
+        "engine1:12",
+        "coordinator:13",
+    }
