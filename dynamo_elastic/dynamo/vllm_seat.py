@@ -15,9 +15,8 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Any
 
+from dynamo_elastic.dynamo.base import RUNTIME_DATA_KEY
 from dynamo_elastic.errors import IllegalTransition, RegistrationFailed
-
-RUNTIME_DATA_KEY = "dynamo_elastic"
 
 _TIMEOUT_S = 20.0
 _POLL_S = 0.005

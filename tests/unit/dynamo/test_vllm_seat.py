@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dynamo_elastic.dynamo import vllm_seat
-from dynamo_elastic.dynamo.vllm_seat import RUNTIME_DATA_KEY, ReplicaSeat, SeatState
+from dynamo_elastic.dynamo.base import RUNTIME_DATA_KEY
+from dynamo_elastic.dynamo.vllm_seat import ReplicaSeat, SeatState
 from dynamo_elastic.errors import IllegalTransition, RegistrationFailed
 
 INSTANCE = 77
