@@ -25,6 +25,7 @@ from dynamo_elastic.errors import CallerRefused, ElasticError, EngineError, Engi
 
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 StreamHandler = Callable[[dict[str, Any]], AsyncIterator[Any]]
+RequestHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES = 64 << 20
 _CONNECT_TIMEOUT_S = 2.0
@@ -102,9 +103,10 @@ class RpcServer:
 
     async def start(self) -> None:
         """Bind and serve. A socket that is left over from a dead process is replaced."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._check_peer])
-        app.router.add_post("/call/{name}", self._call)
-        app.router.add_post("/stream/{name}", self._stream)
+        # Not by a middleware: aiohttp caches those for the whole process, and our servers with them.
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/call/{name}", self._admitted(self._call))
+        app.router.add_post("/stream/{name}", self._admitted(self._stream))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         self._path.unlink(missing_ok=True)
@@ -118,20 +120,18 @@ class RpcServer:
             self._runner = None
             self._path.unlink(missing_ok=True)
 
-    @web.middleware
-    async def _check_peer(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    ) -> web.StreamResponse:
-        peer = request.transport.get_extra_info("socket") if request.transport else None
-        if peer is None:
-            raise web.HTTPForbidden
-        try:
-            self._callers.admit(peer, request.match_info.get("name", ""))
-        except CallerRefused as exc:
-            return _failure(exc, 403)
-        return await handler(request)
+    def _admitted(self, handler: RequestHandler) -> RequestHandler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            peer = request.transport.get_extra_info("socket") if request.transport else None
+            if peer is None:
+                raise web.HTTPForbidden
+            try:
+                self._callers.admit(peer, request.match_info["name"])
+            except CallerRefused as exc:
+                return _failure(exc, 403)
+            return await handler(request)
+
+        return handle
 
     async def _call(self, request: web.Request) -> web.Response:
         handler = self._calls.get(request.match_info["name"])

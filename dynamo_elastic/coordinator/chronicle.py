@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamo_elastic.coordinator import steps
 from dynamo_elastic.coordinator.observe import Event, EventName, Observer
-from dynamo_elastic.coordinator.records import Keys, OperationRecord, decode
+from dynamo_elastic.coordinator.records import Keys, OperationRecord, RecordError, decode
 from dynamo_elastic.coordinator.store import DeletePrefix, Store
 from dynamo_elastic.coordinator.stories import story_of
 from dynamo_elastic.coordinator.timeline import Timeline
@@ -67,10 +67,14 @@ class Chronicle(Observer):
 
     async def run(self) -> None:
         """Until it is cancelled. A report that can't be written is no reason to stop."""
-        while True:
-            record = await self._ended.get()
-            with log_fields(operation_id=record.operation_id, epoch=record.plan.after.epoch):
-                await self._tell(record)
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                # Beside each other: operations may end faster than shells answer.
+                tasks.create_task(self._report(await self._ended.get()))
+
+    async def _report(self, record: OperationRecord) -> None:
+        with log_fields(operation_id=record.operation_id, epoch=record.plan.after.epoch):
+            await self._tell(record)
 
     async def _tell(self, record: OperationRecord) -> None:
         events = await self._blocking(self._timeline.events_of, record.operation_id)
@@ -108,7 +112,7 @@ class Chronicle(Observer):
                             break
         except TimeoutError:
             log.debug("tokens of %s: %d of %d", record.operation_id, len(found), len(expected))
-        except StoreError as exc:
+        except (StoreError, RecordError) as exc:
             log.warning("tokens of %s can't be read: %s", record.operation_id, exc)
         try:
             # Nobody else looks at them, whoever leads by now.

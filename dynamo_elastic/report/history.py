@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from dynamo_elastic.errors import ElasticError
@@ -100,4 +101,8 @@ class History:
 def _write(path: Path, data: bytes) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_bytes(data)
+    with suppress(FileNotFoundError):
+        # What is written again stays as old as it was: names() goes by that.
+        before = path.stat()
+        os.utime(partial, ns=(before.st_atime_ns, before.st_mtime_ns))
     partial.replace(path)

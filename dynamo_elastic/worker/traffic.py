@@ -4,7 +4,9 @@ the report of an operation can show what its clients saw."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from dynamo_elastic.metrics import WorkerMetrics
 from dynamo_elastic.report.traffic import BIN_S, Gap, WorkerTraffic, bin_width, widened
@@ -15,6 +17,55 @@ KEPT_STREAMS = 512
 """Streams whose first or last token is remembered, to join those that were moved."""
 NAMED_GAPS = 4
 GONE, MOVED = "gone", "moved"
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One bin, and the longest gap that ended in it: when it began, and whose it was."""
+
+    index: int
+    tokens: int
+    gap_s: float
+    began_at_s: float
+    request_id: str
+
+
+class _Bins:
+    """The newest bins, in memory that is taken once: however long a shell hands out tokens, it
+    holds no more than at first."""
+
+    def __init__(self) -> None:
+        self._index = array("q", [-1]) * KEPT_BINS
+        self._tokens = array("q", [0]) * KEPT_BINS
+        self._gap_s = array("d", [0.0]) * KEPT_BINS
+        self._began_at_s = array("d", [0.0]) * KEPT_BINS
+        self._request_ids = [""] * KEPT_BINS
+
+    def add(self, index: int, count: int) -> None:
+        """`count` tokens in that bin; what stood in its place, KEPT_BINS ago, is forgotten."""
+        at = index % KEPT_BINS
+        if self._index[at] != index:
+            self._index[at], self._tokens[at], self._gap_s[at] = index, 0, 0.0
+            self._request_ids[at] = ""
+        self._tokens[at] += count
+
+    def gap(self, index: int, gap_s: float, began_at_s: float, request_id: str) -> None:
+        """A gap that ended in that bin, after add()."""
+        at = index % KEPT_BINS
+        if gap_s > self._gap_s[at]:
+            self._gap_s[at], self._began_at_s[at] = gap_s, began_at_s
+            self._request_ids[at] = request_id
+
+    def within(self, first: int, last: int) -> Iterator[_Held]:
+        for at, index in enumerate(self._index):
+            if first <= index <= last:
+                yield _Held(
+                    index,
+                    self._tokens[at],
+                    self._gap_s[at],
+                    self._began_at_s[at],
+                    self._request_ids[at],
+                )
 
 
 class TokenMeter:
@@ -30,9 +81,7 @@ class TokenMeter:
         self._metrics = metrics or WorkerMetrics()
         self._now = now
         self._clock = clock
-        self._bins: dict[int, int] = {}
-        self._gaps: dict[int, tuple[float, float, str]] = {}
-        """By bin: the longest gap that ended in it, when it began, and whose it was."""
+        self._bins = _Bins()
         self._arrived: dict[str, float] = {}
         self._left: dict[str, float] = {}
 
@@ -46,19 +95,14 @@ class TokenMeter:
         the monotonic clock."""
         at_s, clock_s = self._now(), self._clock()
         index = int(at_s / BIN_S)
-        self._bins[index] = self._bins.get(index, 0) + count
-        if len(self._bins) > KEPT_BINS:
-            oldest = next(iter(self._bins))
-            del self._bins[oldest]
-            self._gaps.pop(oldest, None)
+        self._bins.add(index, count)
         self._metrics.tokens.inc(count)
         if before_s is None:
             _remember(self._arrived, request_id, at_s)
         else:
             gap_s = clock_s - before_s
             self._metrics.token_gap_seconds.observe(gap_s)
-            if gap_s > self._gaps.get(index, (0.0,))[0]:
-                self._gaps[index] = (gap_s, at_s - gap_s, request_id)
+            self._bins.gap(index, gap_s, at_s - gap_s, request_id)
         return clock_s
 
     def ended(self, request_id: str, outcome: str, last_s: float | None) -> None:
@@ -70,18 +114,13 @@ class TokenMeter:
 
     def window(self, worker: str, since_s: float, until_s: float) -> WorkerTraffic | None:
         """What there was from `since_s` to `until_s` (wall clock); None if there was nothing."""
-        first, last = int(since_s / BIN_S), int(until_s / BIN_S)
-        narrow = {
-            k: (count, self._gaps.get(k, (0.0,))[0])
-            for k, count in self._bins.items()
-            if first <= k <= last
-        }
-        if not narrow:
+        held = list(self._bins.within(int(since_s / BIN_S), int(until_s / BIN_S)))
+        if not held:
             return None
         width_s = bin_width(until_s - since_s)
-        wide = widened(narrow, width_s)
+        wide = widened({b.index: (b.tokens, b.gap_s) for b in held}, width_s)
         span = range(min(wide), max(wide) + 1)
-        longest = sorted((self._gaps[k] for k in narrow if k in self._gaps), reverse=True)
+        longest = sorted((b for b in held if b.request_id), key=lambda b: -b.gap_s)
         return WorkerTraffic(
             worker=worker,
             bin_s=width_s,
@@ -89,8 +128,7 @@ class TokenMeter:
             tokens=tuple(wide.get(k, (0, 0.0))[0] for k in span),
             gaps_s=tuple(round(wide.get(k, (0, 0.0))[1], 6) for k in span),
             longest=tuple(
-                Gap(began_at_s, gap_s, worker, request)
-                for gap_s, began_at_s, request in longest[:NAMED_GAPS]
+                Gap(b.began_at_s, b.gap_s, worker, b.request_id) for b in longest[:NAMED_GAPS]
             ),
             arrived={r: at for r, at in self._arrived.items() if since_s <= at <= until_s},
             left={r: at for r, at in self._left.items() if since_s <= at <= until_s},

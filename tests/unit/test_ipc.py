@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,28 @@ def test_a_stream_comes_in_order(tmp_path: Path) -> None:
             return [item["i"] async for item in items]
 
     assert with_server(tmp_path / "s.sock", body) == [0, 1, 2, 3]
+
+
+def test_a_server_that_was_closed_is_forgotten(tmp_path: Path) -> None:
+    """An engine has one in each of its lives."""
+
+    class Served:
+        async def echo(self, params: dict[str, Any]) -> Any:
+            return params
+
+    async def life() -> weakref.ref[Served]:
+        served = Served()
+        server = RpcServer(tmp_path / "s.sock", {"echo": served.echo})
+        await server.start()
+        client = RpcClient(tmp_path / "s.sock")
+        await client.call("echo", {}, timeout_s=5)
+        await client.close()
+        await server.close()
+        return weakref.ref(served)
+
+    before = asyncio.run(life())
+    gc.collect()
+    assert before() is None
 
 
 def test_nobody_listening_is_engine_gone(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import aiohttp
 
 from dynamo_elastic.config_sections import ApiConfig
 from dynamo_elastic.coordinator.api import ApiServer
-from dynamo_elastic.coordinator.chronicle import Chronicle
+from dynamo_elastic.coordinator.chronicle import TRAFFIC_TIMEOUT_S, Chronicle
 from dynamo_elastic.coordinator.main_loop import Coordinator, Deployment
 from dynamo_elastic.coordinator.measure import Measure
 from dynamo_elastic.coordinator.observe import Event, EventName, Observers
@@ -85,11 +85,11 @@ class Watched:
             await asyncio.wait(tasks)
 
     async def stories(self, count: int) -> list[Story]:
-        """Once so many have been told: all of them, as they were told."""
+        """Once so many have been told: all of them, in the order of their operations."""
         async with asyncio.timeout(TIMEOUT_S):
             while len(self.told) < count:
                 await asyncio.sleep(0.1)
-        return self.told
+        return sorted(self.told, key=lambda story: story.epoch)
 
 
 @asynccontextmanager
@@ -205,6 +205,34 @@ def test_tokens_that_shells_saw_come_into_the_report(tmp_path: Path) -> None:
     assert story.longest_gap.elapsed_s == 0.2
     assert left == 0
     assert metrics.value("operation_longest_gap_seconds_count", kind="up") == 1
+
+
+def test_reports_keep_up_with_operations_that_end_faster_than_shells_answer(tmp_path: Path) -> None:
+    async def main() -> float:
+        async with watched(tmp_path) as seen:
+            clock = asyncio.get_running_loop().time
+            for ranks in (4, 2) * 5:
+                await scale(seen.here, ranks)
+            ended_s = clock()
+            await seen.stories(11)
+            return clock() - ended_s
+
+    assert virtual_time.run(main()) < TRAFFIC_TIMEOUT_S + 1.0
+
+
+def test_tokens_of_a_newer_shell_cost_their_own_report_alone(tmp_path: Path) -> None:
+    async def main() -> list[Story]:
+        async with watched(tmp_path) as seen:
+            await scale(seen.here, 4)
+            last = (await seen.here.status()).last
+            assert last is not None
+            key = seen.here.keys.traffic(last.operation_id, WorkerId("slot0"))
+            await seen.here.store.txn([], [Put(key, b'{"schema_version": 999}')])
+            await seen.stories(2)
+            await scale(seen.here, 2)
+            return await seen.stories(3)
+
+    assert [s.traffic for s in virtual_time.run(main())] == [(), (), ()]
 
 
 def test_a_timeline_has_a_bound(tmp_path: Path) -> None:

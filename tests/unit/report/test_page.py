@@ -87,6 +87,9 @@ def test_stories_are_kept_up_to_a_number(tmp_path: Path) -> None:
     for k in range(4):
         history.save(replace(grown(), operation_id=f"up-{k}-x"))
     assert history.names() == ["up-3-x", "up-2-x"]
+    # Of an older one more has become known: it is no newer for that.
+    history.save(replace(grown(), operation_id="up-2-x"))
+    assert history.names() == ["up-3-x", "up-2-x"]
     assert {p.name for p in (tmp_path / "ops").iterdir()} == {
         "up-2-x.json",
         "up-2-x.html",

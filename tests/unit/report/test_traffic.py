@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynamo_elastic.metrics import WorkerMetrics
 from dynamo_elastic.report.traffic import BIN_S, MAX_BINS, all_gaps, bin_width, merged
-from dynamo_elastic.worker.traffic import KEPT_STREAMS, MOVED, TokenMeter
+from dynamo_elastic.worker.traffic import KEPT_BINS, KEPT_STREAMS, MOVED, TokenMeter
 
 START_S = 1000.0
 
@@ -78,6 +79,28 @@ def test_what_is_remembered_has_a_bound() -> None:
     assert told is not None
     assert len(told.arrived) == KEPT_STREAMS
     assert "r0" not in told.arrived
+
+
+def test_tokens_of_hours_take_no_more_memory_than_those_of_minutes() -> None:
+    clock = Clock()
+    one = meter(clock)
+    stream = one.stream("r")
+
+    def go_on(bins: int) -> int:
+        for _ in range(bins):
+            clock.now_s += BIN_S
+            stream.tokens(1)
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = go_on(1000)
+        assert go_on(2 * KEPT_BINS) - before < 10_000
+    finally:
+        tracemalloc.stop()
+    told = one.window("slot0", START_S, clock.now_s)
+    assert told is not None
+    assert sum(told.tokens) == KEPT_BINS
 
 
 @given(
