@@ -103,7 +103,7 @@ class RpcServer:
 
     async def start(self) -> None:
         """Bind and serve. A socket that is left over from a dead process is replaced."""
-        # Not by a middleware: aiohttp caches those for the whole process, and our servers with them.
+        # Not by a middleware: aiohttp would cache it, and so this server, for the whole process.
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/call/{name}", self._admitted(self._call))
         app.router.add_post("/stream/{name}", self._admitted(self._stream))

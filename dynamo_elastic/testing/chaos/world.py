@@ -168,8 +168,6 @@ def chaos_config(work_dir: Path, etcd: EtcdMembers) -> DeploymentConfig:
         },
         snapshot={"quarantine_s": 0.5},
         engine={"peer_timeout_s": 2.0},
-        # Dynamo's own processes give up after two thirds of their lease: they outlive 30 s.
-        workers={"lease_ttl_s": 60},
         coordinator={"api": {"port": free_port()}},
     )
     return config.model_copy(update={"run_dir": work_dir / "run"})
