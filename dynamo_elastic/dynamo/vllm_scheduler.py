@@ -18,7 +18,7 @@ import zmq
 from dynamo_elastic.engine.base import Attach
 from dynamo_elastic.engine.renew import renew
 from dynamo_elastic.engine.vllm.calls import CORE_ATTACH, CORE_RELEASE
-from dynamo_elastic.engine.vllm.release import wait_no_tcp
+from dynamo_elastic.engine.vllm.release import release_process, wait_no_tcp
 from dynamo_elastic.engine.vllm.shims import apply_shims
 
 apply_shims()
@@ -77,6 +77,7 @@ def _release(core: Any) -> None:
     """The engine core holds nothing that an image must not hold. Raises EngineError."""
     core.scheduler.release()
     wait_no_tcp(_CLOSE_TIMEOUT_S)
+    release_process()
 
 
 def _attach(core: Any, attach: dict[str, Any]) -> dict[str, Any]:

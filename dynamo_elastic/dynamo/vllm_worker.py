@@ -9,31 +9,24 @@ waits for the shell), and the class of its request handler (ours can send reques
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
-import json
 import logging
 import os
-import sys
-import time
 from collections.abc import Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from dynamo_elastic.dynamo.vllm_scheduler import SCHEDULER
 from dynamo_elastic.dynamo.vllm_seat import ReplicaSeat
 from dynamo_elastic.dynamo.vllm_service import VllmEngine, all_handlers
-from dynamo_elastic.engine.base import ATTACH_FILE, DETACHED_FILE, SOCKET_FILE, Attach
-from dynamo_elastic.engine.renew import adopt_standard_files, redirect
+from dynamo_elastic.engine.base import SOCKET_FILE, Attach
+from dynamo_elastic.engine.renew import adopt_standard_files
 from dynamo_elastic.engine.rpc import OUTPUTS
+from dynamo_elastic.engine.vllm.life import say_detached, wait_attach
 from dynamo_elastic.engine.vllm.replica import Replica
 from dynamo_elastic.engine.vllm.requests import Requests
 from dynamo_elastic.engine.vllm.shims import apply_shims
-from dynamo_elastic.engine.vllm.versions import installed
 from dynamo_elastic.engine.vllm.worker import EXTENSION
 from dynamo_elastic.errors import ElasticError, EngineError, RequestMoved
 from dynamo_elastic.failpoints import arm_from_environment, failpoint
@@ -124,7 +117,7 @@ class _Tree:
         probe = await replica.probe()
         await pause.pause()
         await self._detach(replica, probe)
-        attach = msgspec.convert(await self._wait_attach(), Attach)
+        attach = await wait_attach(self._control_dir)
         await self._attach(replica, attach, config)
         await pause.resume()
         pause.mark_resumed()
@@ -147,28 +140,7 @@ class _Tree:
     async def _detach(self, replica: Replica, probe: tuple[int, ...]) -> None:
         """The tree holds nothing that an image must not hold, and says so in detached.json."""
         await replica.release()
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        redirect(os.devnull, (0,))
-        report = {
-            "pid": os.getpid(),
-            "warm_s": time.monotonic() - self._began_s,
-            "versions": installed(Path(sys.executable)),
-            "probe": list(probe),
-        }
-        path = self._control_dir / DETACHED_FILE
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(report))
-        partial.replace(path)
-
-    async def _wait_attach(self) -> dict[str, Any]:
-        path = self._control_dir / ATTACH_FILE
-        while True:
-            with suppress(FileNotFoundError):
-                attach: dict[str, Any] = json.loads(path.read_text())
-                path.unlink()
-                return attach
-            await asyncio.sleep(_ATTACH_POLL_S)
+        say_detached(self._control_dir, self._began_s, probe=list(probe))
 
     async def _attach(self, replica: Replica, attach: Attach, config: Any) -> None:
         opened = await replica.attach(attach)

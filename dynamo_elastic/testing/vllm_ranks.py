@@ -108,8 +108,14 @@ class Group:
         self.alive.add(2)
 
     def scale(self, width: int, ranks: tuple[int, ...]) -> list[dict[str, Any]]:
+        self.tell_scale(width, ranks)
+        return self.hear_scale(ranks)
+
+    def tell_scale(self, width: int, ranks: tuple[int, ...]) -> None:
         for rank in ranks:
             self._ranks.tell(to=rank, do="scale", width=width)
+
+    def hear_scale(self, ranks: tuple[int, ...]) -> list[dict[str, Any]]:
         return [self._ranks.answer(rank) for rank in ranks]
 
     def facts(self, rank: int) -> dict[str, Any]:

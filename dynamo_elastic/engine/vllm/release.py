@@ -6,6 +6,9 @@ listen on, and nobody opens its shared memory by name once all of its processes 
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import logging
 import os
 import socket
 import time
@@ -16,6 +19,10 @@ from pathlib import Path
 from dynamo_elastic.errors import EngineError
 
 SHARED_MEMORY = Path("/dev/shm")
+_NVML = "libnvidia-ml.so.1"
+_CUDA_DEVICE = "/dev/nvidia-uvm"
+_DRIVER_DEVICES = "/dev/nvidia"
+_MOST_HOLDERS = 64
 _POLL_S = 0.01
 
 
@@ -53,12 +60,62 @@ def _is_inet(descriptor: int) -> bool:
 
 
 def _socket_descriptors() -> list[int]:
-    found = []
+    return [number for number, path in _open_files().items() if path.startswith("socket:")]
+
+
+def _open_files() -> dict[int, str]:
+    """Each open descriptor of this process, and what it is."""
+    found = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # that of the listing itself
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found.append(int(name))
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return found
+
+
+def release_process() -> None:
+    """What any process of an engine lets go of: log files, the driver's devices that are not
+    CUDA's, and memory that it does not use."""
+    close_log_files()
+    release_driver()
+    trim()
+
+
+def trim() -> None:
+    """Memory that this process does not use is the kernel's again, and not in the image."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def close_log_files() -> int:
+    """No log file of Python's own logging is open; how many were. Each is opened again by the next
+    line that goes there: FlashInfer has one in its cache, which an image would hold by its path."""
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    handlers = [h for logger in loggers for h in getattr(logger, "handlers", ())]
+    files = {h for h in handlers if isinstance(h, logging.FileHandler) and h.stream is not None}
+    for handler in files:
+        handler.close()
+    return len(files)
+
+
+def release_driver(library: str = _NVML) -> int:
+    """NVML holds no device of the driver in this process; returns how many it left open, and we
+    closed. torch opens it to count GPUs and never shuts it down, in every process of an engine; no
+    image can hold its devices, and whoever needs it opens it again. Those of CUDA itself stay: the
+    driver's checkpoint closes them."""
+    try:
+        nvml = ctypes.CDLL(library)
+    except OSError:
+        return 0  # a host without the driver
+    for _ in range(_MOST_HOLDERS):  # it counts who has opened it
+        if nvml.nvmlShutdown() != 0:
+            break
+    files = _open_files()
+    if any(path == _CUDA_DEVICE for path in files.values()):
+        return 0
+    left = [number for number, path in files.items() if path.startswith(_DRIVER_DEVICES)]
+    for descriptor in left:
+        os.close(descriptor)
+    return len(left)
 
 
 def unlink_shared_memory(pids: Iterable[int]) -> tuple[Path, ...]:

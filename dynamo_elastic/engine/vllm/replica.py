@@ -24,6 +24,7 @@ from dynamo_elastic.engine.vllm.calls import (
 )
 from dynamo_elastic.engine.vllm.release import (
     processes_of_session,
+    release_process,
     unlink_shared_memory,
     unlink_sockets,
 )
@@ -43,23 +44,27 @@ class Replica:
         self._client = client
         self._control_dir = control_dir
 
-    async def probe(self) -> tuple[int, ...]:
-        """Greedy tokens after a fixed prompt. Raises EngineError if they don't come in time."""
-        params = SamplingParams(temperature=0.0, max_tokens=PROBE_TOKENS, ignore_eos=True)
+    async def probe(
+        self, *, temperature: float = 0.0, timeout_s: float = _PROBE_TIMEOUT_S
+    ) -> tuple[int, ...]:
+        """Tokens after a fixed prompt, greedy unless told otherwise. Raises EngineError if they
+        don't come in time."""
+        params = SamplingParams(temperature=temperature, max_tokens=PROBE_TOKENS, ignore_eos=True)
         prompt = {"prompt_token_ids": list(PROBE_PROMPT)}
         last: Any = None
         try:
-            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 async for output in self._client.generate(prompt, params, f"probe-{uuid.uuid4()}"):
                     last = output
         except TimeoutError as exc:
-            raise EngineError(f"the probe did not end within {_PROBE_TIMEOUT_S:g} s") from exc
+            raise EngineError(f"the probe did not end within {timeout_s:g} s") from exc
         return tuple(last.outputs[0].token_ids)
 
     async def release(self) -> None:
         """No process of the tree holds what an image must not hold. Generation must be paused."""
         await self._in_core(CORE_RELEASE)
         await self._client.collective_rpc(WORKER_RELEASE, timeout=_CALL_TIMEOUT_S)
+        release_process()
         unlink_shared_memory(processes_of_session())
         unlink_sockets(self._control_dir)
 

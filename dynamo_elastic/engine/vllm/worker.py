@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from dynamo_elastic.comm.ucx_namespaces import correct_namespaces
 from dynamo_elastic.engine.base import Attach
 from dynamo_elastic.engine.renew import renew
-from dynamo_elastic.engine.vllm.release import release_tcp
+from dynamo_elastic.engine.vllm.release import release_process, release_tcp
 
 EXTENSION = f"{__name__}.ElasticWorkerExtension"
 
@@ -26,8 +27,11 @@ class ElasticWorkerExtension:
         scheme, _, path = self.distributed_init_method.partition("://")
         if scheme == "file":
             Path(path).unlink(missing_ok=True)
+        release_process()
         return release_tcp()
 
     def elastic_attach(self, attach: dict[str, Any]) -> None:
-        """The worker has the identity of `attach`: log, environment, random state."""
+        """The worker has the identity of `attach`: log, environment, random state, and what UCX
+        believes of its namespaces, before anything of UCX is made in this life."""
         renew(msgspec.convert(attach, Attach))
+        correct_namespaces()

@@ -37,14 +37,15 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EEP_NOTIFICATION_CALL_ID, EngineCoreRequestType
 from vllm.v1.engine.core import EngineShutdownState
 
-import dynamo_elastic.engine.vllm.v0_33.executor  # noqa: F401 - puts our classes in place
+import dynamo_elastic.engine.vllm.v0_33.executor  # puts our classes in place
+import dynamo_elastic.engine.vllm.v0_33.worker  # noqa: F401 - the same, in the worker
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import client as our_client
 from dynamo_elastic.engine.vllm.v0_33 import core as our_core
 from dynamo_elastic.engine.vllm.v0_33 import groups as our_groups
 from dynamo_elastic.engine.vllm.v0_33 import operation as our_operation
-from dynamo_elastic.engine.vllm.v0_33 import worker as our_worker
 from dynamo_elastic.engine.vllm.v0_33.hooks import missing_hooks
+from dynamo_elastic.engine.vllm.v0_33.scaling import ElasticScaling
 
 STEP_S = 0.004
 
@@ -77,7 +78,8 @@ def fault(name: str) -> None:
 
 def parallel_config(rank: int, size: int, port: int, rpc_port: int) -> Any:
     return types.SimpleNamespace(
-        data_parallel_rank=rank, data_parallel_size=size, data_parallel_rank_local=0,
+        data_parallel_rank=rank, data_parallel_index=rank, data_parallel_rank_local=0,
+        data_parallel_size=size,
         data_parallel_master_ip=HOST, data_parallel_master_port=0,
         _data_parallel_master_port_list=[], _coord_store_port=port, data_parallel_external_lb=True,
         data_parallel_rpc_port=rpc_port, enable_elastic_ep=True, elastic_ep_max_dp_size=4,
@@ -93,6 +95,11 @@ class Scheduler:
     def __init__(self) -> None:
         self.pause_state = PauseState.UNPAUSED
         self.tokens_s: list[float] = []
+        self.resets = 0
+
+    def reset_prefix_cache(self, *_: bool) -> bool:
+        self.resets += 1
+        return True
 
     def set_pause_state(self, state: PauseState) -> None:
         self.pause_state = state
@@ -109,7 +116,7 @@ class Scheduler:
         return 1, 0
 
 
-class Scaling(our_worker.ElasticScaling):
+class Scaling(ElasticScaling):
     """The worker's part: real groups, real weights and map; no model that could be switched."""
 
     all2all = False
@@ -392,6 +399,7 @@ def facts(core: Core) -> dict[str, Any]:
     return {
         "width": core.dp_group.size() if core.dp_group is not None else 0,
         "tokens": len(core.scheduler.tokens_s),
+        "resets": core.scheduler.resets,
         "scaling": core.eep_scaling_state is not None,
         "dense": float(model.dense.detach().sum()),
         "scales": int(model.scales.sum()),

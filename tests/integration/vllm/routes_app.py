@@ -24,9 +24,10 @@ class Engine:
         self.engine_core = SimpleNamespace(external_eep_coordinator=self)
         self.fault = ""
 
-    async def attach(self) -> dict[str, float]:
+    async def attach(self, place: dict[str, Any]) -> dict[str, float]:
         if self.fault:
             raise EngineError(self.fault)
+        SAID.append(f"at {place}")
         return {"handshake": 0.1}
 
     def tell_failure(self, reason: str) -> None:
@@ -52,7 +53,8 @@ def main() -> None:
         return [answer.status_code, answer.json()]
 
     found = {
-        "attach": post(routes.ATTACH),
+        "attach": post(routes.ATTACH, data_parallel_rank=2),
+        "attach nowhere": post(routes.ATTACH, rank=2),
         "facts": post(routes.FACTS),
         "fail": post(routes.FAIL, reason="a joiner ended"),
         "fail without a reason": post(routes.FAIL)[0],

@@ -1,100 +1,187 @@
-"""A rank of vLLM 0.33 boots without a group: it generates, and holds what an image may hold."""
+"""A rank of vLLM 0.33 that boots without a group goes into an image with its whole process tree,
+and comes back from it, more than once, into groups that serve."""
 
 from __future__ import annotations
 
+import json
 import os
-import signal
 import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import pytest
 
+from dynamo_elastic.engine.vllm.elastic.flags import detached_environment
+from dynamo_elastic.snapshot.catalog import Catalog
+from dynamo_elastic.snapshot.criu import Criu
+from dynamo_elastic.snapshot.manifest import Manifest
+from dynamo_elastic.snapshot.namespace import PidNamespace, temporary_namespace
+from dynamo_elastic.snapshot.process import identify, tree_of
+from dynamo_elastic.testing.etcd_process import free_port
+from dynamo_elastic.testing.rank_images import LOG, RankImages, attach
 from dynamo_elastic.testing.vllm_ranks import PYTHON, ROOT, Group, Ranks, start_ranks
 
-pytestmark = [pytest.mark.vllm_elastic, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [
+    pytest.mark.vllm_elastic,
+    pytest.mark.slow,
+    pytest.mark.root,
+    pytest.mark.criu,
+    pytest.mark.timeout(600),
+]
 
 HERE = Path(__file__).parent
-BOOT_TIMEOUT_S = 200.0
+BOOT_TIMEOUT_S = 300.0
+SERVE_TIMEOUT_S = 60.0
+SLOT = 3
+"""It is booted as the last rank of the largest group, and attached as another."""
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All words of one life of it: it boots, lets go, and joins two ranks that serve."""
-    folder = tmp_path_factory.mktemp("detached")
-    ranks = start_ranks(HERE / "elastic_ranks.py", folder / "ranks")
-    try:
-        group = Group(ranks)
-        words = live(folder, group)
-        group.lose(0, 1)
-    finally:
-        ranks.finish()
-    return words
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    found = start_ranks(HERE / "elastic_ranks.py", tmp_path_factory.mktemp("ranks") / "log")
+    yield found
+    found.finish()
 
 
-def live(folder: Path, group: Group) -> dict[str, Any]:
-    environment = os.environ | {
-        "DYNAMO_ELASTIC_VLLM_COMMIT_TIMEOUT_S": "5",
-        "DYNAMO_ELASTIC_VLLM_DETACHED": "1",
-        "DYNAMO_ELASTIC_VLLM_PARK_LEAVERS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> RankImages:
+    return RankImages(Catalog(tmp_path_factory.mktemp("images")), Criu.find())
+
+
+@pytest.fixture(scope="module")
+def manifest(images: RankImages, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    folder = tmp_path_factory.mktemp("rank")
+    model = ["-m", "dynamo_elastic.engine.vllm.make_model", str(folder / "model")]
+    environment = {
+        "HOME": str(folder),
         "OMP_NUM_THREADS": "1",
+        "PATH": os.environ["PATH"],
         "PYTHONPATH": f"{HERE}:{ROOT}",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_RPC_BASE_PATH": str(folder),
+        **detached_environment(str(folder / "c")),
     }
-    model = ["-m", "dynamo_elastic.engine.vllm.make_model", str(folder / "model")]
     subprocess.run([PYTHON, *model], env=environment, check=True, timeout=200)
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [PYTHON, HERE / "detached_engine.py", folder / "model", str(group.rpc_port)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-            text=True, env=environment, start_new_session=True,
+    return images.take(SLOT, folder / "c", argv(folder), environment, boot_timeout_s=BOOT_TIMEOUT_S)
+
+
+def argv(folder: Path) -> list[str]:
+    values = {
+        "--served-model-name": "m",
+        "--host": "127.0.0.1",
+        "--max-model-len": 256,
+        "--max-num-seqs": 8,
+        "--kv-cache-memory-bytes": 64 << 20,
+        "--data-parallel-size": SLOT + 1,
+        "--data-parallel-rank": SLOT,
+        "--data-parallel-address": "127.0.0.1",
+        "--data-parallel-rpc-port": 1,
+        "--elastic-ep-max-dp-size": SLOT + 1,
+        "--eplb-config": json.dumps({"num_redundant_experts": 0, "use_async": False}),
+        "--distributed-executor-backend": "detached_cpu.Executor",
+        "--worker-cls": "detached_cpu.Worker",
+    }
+    switches = ["enforce-eager", "enable-expert-parallel", "enable-elastic-ep", "enable-eplb"]
+    return [
+        *(str(PYTHON), str(HERE / "detached_serve.py"), str(folder / "c"), str(folder / "model")),
+        *(str(word) for pair in values.items() for word in pair),
+        *(f"--{name}" for name in switches),
+    ]
+
+
+class Life:
+    """One life of the rank, from its image on."""
+
+    def __init__(self, images: RankImages, manifest: Manifest, directory: Path) -> None:
+        self._control_dir = Path(manifest.fingerprint.control_dir)
+        self._directory = directory
+        self._port = free_port()
+        directory.mkdir()
+        self._stack = ExitStack()
+        namespace: PidNamespace = self._stack.enter_context(
+            temporary_namespace({self._control_dir: directory})
+        )
+        self.process = images.restore(manifest, namespace).process
+
+    def __enter__(self) -> Life:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[1] is not None:
+            log = self._directory / LOG
+            error[1].add_note(log.read_text()[-6000:] if log.exists() else "no log")
+        self._stack.close()
+
+    def wake(self, **environment: str) -> None:
+        """It has an identity, and listens for HTTP."""
+        own = {
+            "DYNAMO_ELASTIC_VLLM_HTTP_PORT": str(self._port),
+            "DYNAMO_ELASTIC_VLLM_COMMIT_TIMEOUT_S": "5",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        attach(self._directory, self._control_dir, own | environment)
+        deadline_s = time.monotonic() + SERVE_TIMEOUT_S
+        while True:
+            try:
+                self._open("/health", None)
+                return
+            except URLError:
+                assert time.monotonic() < deadline_s, "it does not listen"
+                assert identify(self.process.pid) == self.process, "it has ended"
+                time.sleep(0.05)
+
+    def post(self, path: str, body: Any) -> Any:
+        return self._open(path, json.dumps(body).encode())
+
+    def _open(self, path: str, body: bytes | None) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}", data=body,
+            headers={"Content-Type": "application/json"},
         )  # fmt: skip
-    engine = Ranks(process)
-    words: dict[str, Any] = {}
-    try:
-        for word in ("tokens", "detached", "held"):
-            words |= engine.hear(lambda said, w=word: w in said, BOOT_TIMEOUT_S)  # type: ignore[misc]
-        engine.say("attach")
-        words["scaled"] = group.scale(3, (0, 1))
-        for word in ("attached", "tokens_in_group", "joined"):
-            words |= engine.hear(lambda said, w=word: w in said)  # type: ignore[misc]
-    except AssertionError as exc:
-        exc.add_note((folder / "log").read_text()[-4000:])
-        raise
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        engine.finish()
-    return words
+        with urllib.request.urlopen(request, timeout=SERVE_TIMEOUT_S) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
+
+    def tokens(self) -> list[int]:
+        body = {
+            "model": "m", "prompt": list(range(3, 11)), "max_tokens": 8, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        found: list[int] = self.post("/v1/completions", body)["choices"][0]["token_ids"]
+        return found
 
 
-def test_it_generates_with_nobody_else_there(said: dict[str, Any]) -> None:
-    assert len(said["tokens"]) == 4
+def test_it_says_what_it_has_let_go_of(manifest: Manifest) -> None:
+    said = manifest.engine
+    assert said["left"] == {"communicators": ["NoMoves"]}
+    assert said["cuda"] == {"multicast": 0, "ipc_imports": 0, "managed_bytes": 0}
+    assert len(said["probe"]) == 8
+    assert manifest.gpu.processes == 0
 
 
-def test_it_joins_a_group_that_serves_and_serves_with_it(said: dict[str, Any]) -> None:
-    assert [(a["error"], a["width"]) for a in said["scaled"]] == [("", 3)] * 2
-    joined = said["joined"]
-    assert joined["size"] == 3
-    assert joined["mapping"] == [[0, 1, 2, 3]] * 2
-    assert joined["scales"] == 10
-    assert joined["dense"]
-    assert said["tokens_in_group"] == said["tokens"]
-
-
-def test_it_moves_no_experts_and_says_so(said: dict[str, Any]) -> None:
-    assert said["detached"] == {"communicators": ["NoMoves"]}
-
-
-def test_no_process_of_it_holds_what_an_image_can_not(said: dict[str, Any]) -> None:
-    assert len(said["held"]) >= 3  # API process, engine core, worker
-    kinds = {kind for held in said["held"].values() for kind in held}
-    assert not {kind for kind in kinds if "io_uring" in kind or "infiniband" in kind}
-    sockets = {kind for kind in kinds if kind.startswith("socket")}
-    assert sockets <= {"socket unix"}
+def test_it_joins_a_group_from_its_image_and_another_one_from_the_same(
+    images: RankImages, manifest: Manifest, ranks: Ranks, tmp_path: Path
+) -> None:
+    for number in range(2):
+        group = Group(ranks)
+        with Life(images, manifest, tmp_path / str(number)) as life:
+            assert len(tree_of(life.process.pid)) >= 3  # API process, engine core, worker
+            life.wake()
+            group.tell_scale(3, (0, 1))
+            place = {"data_parallel_rank": 2, "data_parallel_rpc_port": group.rpc_port}
+            parts_s = life.post("/elastic_ep/attach", place)
+            assert {"handshake", "engines", "worker", "weights"} <= set(parts_s)
+            answers = group.hear_scale((0, 1))
+            assert [(a["error"], a["width"]) for a in answers] == [("", 3)] * 2
+            (joined,) = life.post("/elastic_ep/facts", {})["workers"]
+            assert (joined["rank"], joined["size"]) == (2, 3)
+            assert joined["mapping"] == [[0, 1, 2, 3]] * 2
+            assert joined["scales"] == 10
+            assert life.tokens() == manifest.engine["probe"]
+        group.lose(0, 1)

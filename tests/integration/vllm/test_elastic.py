@@ -107,6 +107,7 @@ def test_a_leaver_comes_back(ranks: Ranks) -> None:
             assert back["scales"] == retained["scales"]
             assert back["mapping"] == [[0, 1, 2, 3]] * 2
             assert back["tokens"] > tokens
+            assert back["resets"], "its KV cache was gone, and what it had of prompts with it"
             assert back["width"] == retained["width"] == 3
     finally:
         group.lose(*sorted(group.alive))

@@ -26,7 +26,9 @@ def test_a_rank_that_has_left_can_be_told_to_come_back() -> None:
     assert found["attach"] == [200, {"handshake": 0.1}]
     assert found["facts"] == [200, {"workers": [{"method": "elastic_facts"}]}]
     assert found["fail"] == [200, {}]
-    assert found["said"] == ["a joiner ended"]
+    assert found["said"] == ["at {'data_parallel_rank': 2}", "a joiner ended"]
+    assert found["attach nowhere"][0] == 400
+    assert "rank: unknown" in found["attach nowhere"][1]["detail"]
     assert found["fail without a reason"] == 400
     assert found["attach twice"] == 409
     assert found["attach fails"][0] == 500

@@ -32,6 +32,9 @@ class ElasticSettings:
     """A rank that leaves lets go of its peers and lives on, to be parked; else it ends."""
     detached: bool = False
     """A rank boots without a group, to be parked or put into an image, and joins one later."""
+    http_port: int = 0
+    """Where a rank that booted without a group listens for HTTP; 0: as its flags say. In the
+    environment of its identity, so that copies of an image listen on ports of their own."""
     rebind_graphs: bool = True
     """A rank that comes back goes on with the graphs that it has; else it captures them again."""
 

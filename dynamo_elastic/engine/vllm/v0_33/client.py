@@ -94,15 +94,17 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         await super().commit()
         set_scaling_elastic_ep(False)
 
-    async def attach(self) -> dict[str, float]:
+    async def attach(self, place: dict[str, Any] | None = None) -> dict[str, float]:
         """This rank, which has left, joins the group that scales up to it; requests that come from
-        now on wait for the commit. Returns the seconds of each part. Raises RuntimeError if it did
-        not come to be ready."""
-        told = await self.client.call_utility_async("attach_elastic_ep")
+        now on wait for the commit. `place`: see elastic.place. Returns the seconds of each part.
+        Raises RuntimeError if it did not come to be ready."""
+        self._settings = ElasticSettings.from_environment()  # of a life after an image
+        told = await self.client.call_utility_async("attach_elastic_ep", place or {})
         parallel = self.client.vllm_config.parallel_config
         parallel.eplb_config.num_redundant_experts = told["num_redundant_experts"]
         for name, value in told["parallel"].items():
             setattr(parallel, name, value)
+        self.client.engine_ranks_managed = [parallel.data_parallel_rank]
         self._find_coordinator(told["addresses"])
         self.active_epoch = self.active_reconfig_store = None
         set_elastic_ep_rank_retired(False)

@@ -15,6 +15,7 @@ from vllm.v1.engine import ReconfigureDistributedRequest, core
 from dynamo_elastic.engine.vllm.elastic.groups import close_gloo, reduce
 from dynamo_elastic.engine.vllm.elastic.guard import Stage
 from dynamo_elastic.engine.vllm.elastic.laps import Laps
+from dynamo_elastic.engine.vllm.elastic.place import parallel_of
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import handshake
 from dynamo_elastic.engine.vllm.v0_33.operation import EXECUTE, ElasticState, connect_engines
@@ -27,6 +28,7 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
     eep_scaling_state: Any
     """vLLM's own: the operation that is under way."""
     dp_group: Any
+    engine_index: int
     available_gpu_memory_for_kv_cache: int
     _hurry = False
     _last: ElasticState | None = None
@@ -53,14 +55,18 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
         self.dp_group = self.dp_store = None
         self.engines_running = self.pending_pause = False
 
-    def attach_elastic_ep(self) -> dict[str, Any]:
+    def attach_elastic_ep(self, place: dict[str, Any]) -> dict[str, Any]:
         """A rank that has left joins the group that scales up to it, as a joiner of vLLM's does;
-        serving starts with the commit. Returns what its front end has to know, and under "seconds"
-        where the time went. A utility call. Raises EngineError, and is out of any group, if it does
-        not come to be ready."""
+        serving starts with the commit. `place`: see elastic.place. Returns what its front end has
+        to know, and under "seconds" where the time went. A utility call. Raises EngineError, and is
+        out of any group, if it does not come to be ready."""
         if self.dp_group is not None:
             raise EngineError(f"rank {self.engine_index} is in a group")
         parallel = self.vllm_config.parallel_config
+        for name, value in parallel_of(place).items():
+            setattr(parallel, name, value)
+        self.engine_index = parallel.data_parallel_rank
+        self._forget_keys()
         own_bytes = self.available_gpu_memory_for_kv_cache
         laps = Laps()
         try:
@@ -90,6 +96,12 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
             "addresses": found,
             "seconds": seconds,
         }
+
+    def _forget_keys(self) -> None:
+        """Nothing is taken for cached: its KV cache may have been unmapped meanwhile, and other
+        weights than those it was filled with may come."""
+        if not self.reset_prefix_cache():
+            raise EngineError(f"rank {self.engine_index} has requests, and can't join a group")
 
     def follow_coordinator(self, addresses: Any) -> None:
         """It was followed from the start."""

@@ -9,12 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import zmq
+from vllm import envs
 from vllm.utils.network_utils import make_zmq_socket
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from dynamo_elastic.engine.base import Attach
+from dynamo_elastic.engine.renew import renew
+from dynamo_elastic.engine.vllm.calls import CORE_ATTACH, CORE_RELEASE
+from dynamo_elastic.engine.vllm.release import release_process
 from dynamo_elastic.engine.vllm.v0_33.core import ElasticEngineCore
+from dynamo_elastic.engine.vllm.v0_33.operation import EXECUTE
 from dynamo_elastic.errors import ConfigError
 
 _TO_COORDINATOR = -1
@@ -65,12 +72,35 @@ class DetachedEngineCore(ElasticEngineCore):
             )
         self.available_gpu_memory_for_kv_cache = given
 
+    def capture_elastic_ep(self) -> None:
+        """Kernels are warm, and all graphs captured. A utility call, once."""
+        self.model_executor.collective_rpc(EXECUTE, args=("capture",))
+
     def detach_elastic_ep(self) -> dict[str, Any]:
-        """All is captured; nothing that a peer would know of, no weights and no KV cache are left.
-        Says what is left. A utility call, once, before the rank is parked or an image is made."""
-        (said,) = self.model_executor.collective_rpc("elastic_ep_execute", args=("detach",))
+        """Nothing that a peer would know of, no weights and no KV cache are left. Says what is
+        left. A utility call, once, before the rank is parked or an image is made."""
+        (said,) = self.model_executor.collective_rpc(EXECUTE, args=("detach",))
         facts: dict[str, Any] = said
         return facts
+
+    def elastic_release(self) -> None:
+        """This process holds nothing that an image must not hold. A utility call."""
+        upstream = getattr(super(), CORE_RELEASE, None)  # of Dynamo's scheduler, where that is
+        if upstream is not None:
+            upstream()
+        release_process()
+
+    def elastic_attach(self, attach: dict[str, Any]) -> dict[str, Any]:
+        """This process has the identity of `attach`; says where Dynamo's scheduler publishes, {}
+        without it. A utility call."""
+        upstream = getattr(super(), CORE_ATTACH, None)
+        if upstream is not None:
+            opened: dict[str, Any] = upstream(attach)
+        else:
+            renew(msgspec.convert(attach, Attach))
+            opened = {}
+        envs.disable_envs_cache()
+        return opened
 
     def follow_coordinator(self, addresses: Any) -> None:
         """What it says comes to our loop, and ours to it. Once: it outlives every group."""

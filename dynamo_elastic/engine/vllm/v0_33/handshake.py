@@ -18,6 +18,8 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineHandshakeMetadata
 from vllm.v1.utils import get_engine_client_zmq_addr
 
+from dynamo_elastic.engine.vllm.elastic.place import PARALLEL_FIELDS
+
 _log = logging.getLogger(__name__)
 _POLL_MS = 20
 _Upstream = external.ExternalElasticEPScaleUpHandshakeServer
@@ -81,8 +83,10 @@ TOLD = (
     "_data_parallel_master_port_list",
     "data_parallel_size",
     "_coord_store_port",
+    *PARALLEL_FIELDS,
 )
-"""What rank 0 tells of the group that a rank joins, as fields of its ParallelConfig."""
+"""What a rank that joins knows of its group, from rank 0 and from its place, as fields of its
+ParallelConfig."""
 
 
 ADDRESSES = ("coordinator_input", "coordinator_output", "frontend_stats_publish_address")

@@ -1,6 +1,7 @@
 """HTTP routes of a rank's API process, beside vLLM's own of elastic expert parallelism.
 
-    POST /elastic_ep/attach        this rank, which has left, joins the group that scales up to it
+    POST /elastic_ep/attach        this rank, which has left, joins the group that scales up to it;
+                                   in its body, if any, what differs from its boot: elastic.place
     POST /elastic_ep/fail          {"reason": ...}: the operation that is being prepared is over
     POST /elastic_ep/facts         what this rank's engine says of itself
 
@@ -17,8 +18,9 @@ from fastapi import HTTPException, Request
 from vllm.entrypoints.serve.elastic_ep import api_router, middleware
 from vllm.version import __version__
 
+from dynamo_elastic.engine.vllm.elastic.place import parallel_of
 from dynamo_elastic.engine.vllm.v0_33.hooks import ROUTE_HOOKS, check_hooks
-from dynamo_elastic.errors import ElasticError
+from dynamo_elastic.errors import ConfigError, ElasticError
 
 ATTACH, FAIL, FACTS = "/elastic_ep/attach", "/elastic_ep/fail", "/elastic_ep/facts"
 
@@ -29,9 +31,15 @@ def _coordinator(request: Request) -> Any:
 
 
 async def attach(request: Request) -> dict[str, Any]:
-    """409 if this rank is in a group, 500 if it did not come to be ready: it is as before then."""
+    """400 if its place can't be read, 409 if this rank is in a group, 500 if it did not come to be
+    ready: it is as before then."""
     try:
-        seconds: dict[str, Any] = await _coordinator(request).attach()
+        place = await request.json() if await request.body() else {}
+        parallel_of(place)
+    except (ValueError, ConfigError) as exc:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, str(exc)) from exc
+    try:
+        seconds: dict[str, Any] = await _coordinator(request).attach(place)
     except (ElasticError, RuntimeError) as exc:
         code = HTTPStatus.CONFLICT if "is in a group" in str(exc) else None
         raise HTTPException(code or HTTPStatus.INTERNAL_SERVER_ERROR, str(exc)) from exc

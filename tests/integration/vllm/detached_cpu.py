@@ -1,21 +1,11 @@
-"""A rank of vLLM 0.33 that boots without a group, on the CPU: API process (this one), engine core
-and worker. It answers JSON lines: what it generates, what its processes hold, detached.
-
-vLLM's CPU platform has no expert parallelism; what stands in for it is at the top. This module is
-imported in all three processes, by the names of its executor and its worker.
+"""What stands in for a GPU in a rank of vLLM 0.33 that boots without a group: vLLM's CPU platform
+has no expert parallelism. Imported in all three processes of the rank, by detached_serve.py and by
+the names of its executor and its worker.
 """
 
 from __future__ import annotations
 
-import asyncio
-import collections
-import json
-import os
-import re
-import sys
-import time
 import types
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +22,11 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: E402
 )
 from vllm.v1.worker import cpu_worker, dp_utils  # noqa: E402
 
+import dynamo_elastic.engine.vllm.v0_33.worker  # noqa: E402, F401 - it puts our groups in place
 from dynamo_elastic.engine.vllm.v0_33 import detached  # noqa: E402
 from dynamo_elastic.engine.vllm.v0_33.executor import ElasticExecutor  # noqa: E402
-from dynamo_elastic.engine.vllm.v0_33.worker import ElasticScaling  # noqa: E402
+from dynamo_elastic.engine.vllm.v0_33.scaling import ElasticScaling  # noqa: E402
+from dynamo_elastic.engine.vllm.worker import ElasticWorkerExtension  # noqa: E402
 
 
 class _Capable:
@@ -153,96 +145,19 @@ class Scaling(ElasticScaling):
 
     def joined(self) -> dict[str, Any]:
         sums = {name: float(tensor.sum()) for name, tensor in self.received.items()}
-        return {"mapping": self.mapping, "size": parallel_state._DP.world_size, **sums}
+        seat = {"rank": parallel_state._DP.rank_in_group, "size": parallel_state._DP.world_size}
+        return {"mapping": self.mapping, **seat, **sums}
 
     def let_go(self) -> dict[str, Any]:
         communicators = [s.communicator for s in self._eplb().model_states.values()]
         return {"communicators": [type(c).__name__ for c in communicators]}
 
 
-class Worker(cpu_worker.CPUWorker):  # type: ignore[misc]
+class Worker(ElasticWorkerExtension, cpu_worker.CPUWorker):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.elastic_ep_executor = Scaling(self)
 
-
-def held(pid: int) -> dict[str, int]:
-    """Descriptors of a process, by kind; sockets by family."""
-    sockets = {}
-    for family in ("tcp", "tcp6", "udp", "udp6", "unix", "netlink", "packet", "raw"):
-        for line in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]:
-            inode = line.split()[{"unix": 6, "netlink": 9, "packet": 8}.get(family, 9)]
-            sockets[inode] = family
-    found: collections.Counter[str] = collections.Counter()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = os.readlink(descriptor)
-        except OSError:
-            continue
-        match = re.match(r"socket:\[(\d+)\]", target)
-        if match:
-            found[f"socket {sockets.get(match[1], 'of another kind')}"] += 1
-        else:
-            found[target if target.startswith("anon_inode") else target.split(":")[0]] += 1
-    return dict(found)
-
-
-def tree() -> list[int]:
-    children = collections.defaultdict(list)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-            children[parent].append(int(entry.name))
-    found, left = [], [os.getpid()]
-    while left:
-        found.append(left.pop())
-        left += children[found[-1]]
-    return found
-
-
-def say(**words: Any) -> None:
-    sys.stdout.write(json.dumps(words) + "\n")
-    sys.stdout.flush()
-
-
-async def main(model: str, rpc_port: int) -> None:
-    from vllm import AsyncEngineArgs, SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    began_s = time.monotonic()
-    arguments = AsyncEngineArgs(
-        model=model, enforce_eager=True, max_model_len=256, max_num_seqs=8,
-        kv_cache_memory_bytes=64 << 20, data_parallel_size=3, data_parallel_rank=2,
-        data_parallel_address="127.0.0.1", data_parallel_rpc_port=rpc_port,
-        data_parallel_external_lb=True, enable_expert_parallel=True, enable_elastic_ep=True,
-        enable_eplb=True, elastic_ep_max_dp_size=3,
-        eplb_config={"num_redundant_experts": 1, "use_async": False},
-        distributed_executor_backend="detached_engine.Executor",
-        worker_cls="detached_engine.Worker", enable_log_requests=False,
-    )  # fmt: skip
-    engine = AsyncLLM.from_engine_args(arguments)
-    utility = engine.engine_core.call_utility_async
-
-    async def generate(name: str) -> list[int]:
-        asked = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        prompt = {"prompt_token_ids": [5, 6, 7]}
-        made = [output async for output in engine.generate(prompt, asked, name)]
-        return list(made[-1].outputs[0].token_ids)
-
-    say(tokens=await generate("alone"), boot_s=round(time.monotonic() - began_s, 1))
-    say(detached=await utility("detach_elastic_ep"))
-    say(held={pid: held(pid) for pid in tree()})
-    if sys.stdin.readline().strip() == "attach":
-        say(attached=await engine.engine_core.external_eep_coordinator.attach())
-        say(tokens_in_group=await asyncio.wait_for(generate("in the group"), 60))
-        (said,) = await engine.collective_rpc("elastic_ep_execute", args=("joined",))
-        say(joined=said)
-        sys.stdin.readline()  # until the group is over
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+    def elastic_facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = self.elastic_ep_executor.joined()
+        return facts

@@ -1,0 +1,75 @@
+"""`python -m dynamo_elastic.engine.vllm.v0_33.serve CONTROL_DIR FLAGS...`: a rank that boots
+without a group behind vLLM's own OpenAI API server, with the flags of `vllm serve`.
+
+Its event loop is asyncio's own: uvloop makes an io_uring, which no image can hold. It listens for
+HTTP once it has an identity, and refuses requests until POST /elastic_ep/attach brought it into a
+group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dynamo_elastic.engine.renew import adopt_standard_files
+from dynamo_elastic.engine.vllm.elastic.flags import detached_environment, elastic_flags
+from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
+from dynamo_elastic.errors import ElasticError
+
+_log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Run the rank until it is killed. Whatever goes wrong is in the log, and ends the process."""
+    began_s = time.monotonic()
+    control_dir, *argv = sys.argv[1:]
+    adopt_standard_files()
+    os.environ |= detached_environment(control_dir)
+    try:
+        asyncio.run(_serve(Path(control_dir), [*elastic_flags(), *argv], began_s))
+    except ElasticError as exc:
+        _log.error("rank ends: %s", exc)
+    except Exception:  # noqa: BLE001 - nobody else is there to say what happened
+        _log.exception("rank ends: a fault of its own")
+    logging.shutdown()
+    os._exit(1)
+
+
+async def _serve(control_dir: Path, argv: list[str], began_s: float) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import (
+        build_and_serve,
+        build_async_engine_client,
+    )
+    from vllm.entrypoints.launchers.launcher import setup_server
+
+    from dynamo_elastic.engine.vllm.v0_33.front import live_detached
+
+    arguments = parsed_flags(argv)
+    async with build_async_engine_client(arguments) as engine:
+        await live_detached(engine, control_dir, began_s)
+        arguments.port = ElasticSettings.from_environment().http_port or arguments.port
+        address, listener = setup_server(arguments, reuse_port=False)
+        with listener:
+            await (await build_and_serve(engine, address, listener, arguments))
+
+
+def parsed_flags(argv: list[str]) -> Any:
+    """As `vllm serve` reads its flags for one API process."""
+    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog=f"python -m {__spec__.name}"))
+    arguments = parser.parse_args(argv)
+    arguments.model = arguments.model_tag or arguments.model
+    arguments.api_server_count = None
+    validate_parsed_serve_args(arguments)
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
