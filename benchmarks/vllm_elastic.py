@@ -3,6 +3,7 @@
     python benchmarks/vllm_elastic.py run   --run-id A --engine upstream --widths 2,4,2
     python benchmarks/vllm_elastic.py run   --run-id A --engine ours     --widths 2,4,2
     python benchmarks/vllm_elastic.py run   --run-id B --engine ours --widths 2,1,2 --leavers parked
+    python benchmarks/vllm_elastic.py run   --run-id C --engine ours --widths 2,1,2 --leavers image
     python benchmarks/vllm_elastic.py report --run-id A
 
 `run` is start, scale for each width, and stop; each is a command of its own that goes on where the
@@ -10,7 +11,9 @@ last one ended, so that no command takes longer than nine minutes. What was meas
 it comes to WORK/RUN_ID/ENGINE/measured.json; `report` joins both engines into one result. vLLM
 starts no group of one rank, and can't scale down to one; ours can. With fewer GPUs than ranks,
 ranks share them, and the times are good for comparing one engine with the other alone. A rank that
-left and was kept or parked comes back when the group grows; others are started, cold.
+left and was kept or parked comes back when the group grows; others are started, cold. With
+`--leavers image`, as root and in one command, ranks that leave end, an image is made of a rank that
+booted without a group, and those that join are restored from it.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from vllm_elastic_meter import (
 )
 from vllm_elastic_ranks import (
     ENDED,
+    IMAGED,
     KEPT,
     MODEL,
     OURS,
@@ -46,6 +50,8 @@ from vllm_elastic_ranks import (
     alive,
     write_shape,
 )
+
+from dynamo_elastic.errors import ElasticError
 
 _SETTLE_S = 3.0
 """Before a scale operation, for a first look at the gaps; and after it."""
@@ -70,7 +76,9 @@ class Measured:
         return next((s for s in reversed(self.steps) if s["step"] == step), {})
 
 
-async def start(arguments: argparse.Namespace, folder: Path) -> None:
+async def start(
+    arguments: argparse.Namespace, folder: Path, namespace: Any = None
+) -> tuple[Group, Measured]:
     """Boot a group, cold, to its first width."""
     widths = arguments.widths
     most = max(arguments.max_ranks, *widths)
@@ -81,13 +89,14 @@ async def start(arguments: argparse.Namespace, folder: Path) -> None:
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     write_shape(folder / "model", arguments.layers)
-    group = Group(setup, folder, widths[0])
+    group = Group(setup, folder, widths[0], namespace=namespace)
     for rank in range(widths[0]):
         group.start(rank, widths[0], joins=False)
     up_s = await group.wait_up(range(widths[0]), arguments.start_timeout_s)
     measured = Measured(folder)
     measured.add("start", width=widths[0], cold_start_s=round(up_s, 1), setup=asdict(setup))
     await score(group, measured, f"started at {widths[0]}")
+    return group, measured
 
 
 async def score(group: Group, measured: Measured, when: str) -> None:
@@ -171,7 +180,7 @@ async def _see_off(group: Group, measured: Measured, arguments: Any, leavers: ra
     """Ranks that have left are ended, kept, or parked."""
     if not leavers:
         return
-    if arguments.leavers == ENDED:
+    if arguments.leavers in (ENDED, IMAGED):
         group.end(leavers)
         return
     # They answer once they have let go of what their peers used.
@@ -192,12 +201,17 @@ def _parking() -> Any:
 async def _join(
     group: Group, arguments: Any, rank: int, width: int, began_s: float
 ) -> dict[str, Any]:
-    """A rank that is still there comes back; another is started. When it was ready, and what of the
-    time went where."""
-    if rank not in group.pids or not alive(group.pids[rank]):
+    """A rank that is still there comes back; another is restored or started. When it was ready, and
+    what of the time went where."""
+    if arguments.leavers == IMAGED:
+        back = await _restored(group, arguments, rank)
+        if "failed" in back:
+            return {"rank": rank, "restore": back}
+    elif rank not in group.pids or not alive(group.pids[rank]):
         group.start(rank, width, joins=True)
         return {"rank": rank, "cold": True}
-    back = {}
+    else:
+        back = {}
     if arguments.leavers == PARKED:
         back = await asyncio.to_thread(_parking().bring_back, rank)
     restored_s = round(time.monotonic() - began_s, 3)
@@ -205,6 +219,16 @@ async def _join(
     ready_s = round(time.monotonic() - began_s, 3)
     times = {"restored_s": restored_s, "ready_s": ready_s, "restore": back, "attach": parts}
     return {"rank": rank, "status": status, **times}
+
+
+async def _restored(group: Group, arguments: Any, rank: int) -> dict[str, Any]:
+    """Seconds by part of its way back from its image; if it did not come, nobody waits for it."""
+    try:
+        return await asyncio.to_thread(arguments.imaging.bring_back, group, rank)
+    except (ElasticError, OSError) as exc:
+        reason = f"{type(exc).__name__}: {exc}"[:2000]
+        await group.post(0, "/elastic_ep/fail", {"reason": reason}, 10)
+        return {"failed": reason}
 
 
 async def _scale_rank(
@@ -228,10 +252,22 @@ async def _joiners(group: Group, ranks: Sequence[int]) -> dict[str, Any]:
 
 async def run(arguments: argparse.Namespace, folder: Path) -> None:
     """All of it. The group is ended in any case."""
+    if arguments.leavers == IMAGED:
+        from vllm_elastic_images import imaging  # needs root and CRIU
+
+        with imaging(folder) as arguments.imaging:
+            await _run(arguments, folder, arguments.imaging.namespace)
+    else:
+        await _run(arguments, folder, None)
+
+
+async def _run(arguments: argparse.Namespace, folder: Path, namespace: Any) -> None:
     try:
-        await start(arguments, folder)
-        group, measured = Group.load(folder), Measured(folder)
+        group, measured = await start(arguments, folder, namespace)
         for width in arguments.widths[1:]:
+            if arguments.leavers == IMAGED and width > group.width:
+                for rank in range(group.width, width):
+                    measured.add("image", **arguments.imaging.image_of(group, rank))
             if not await scale(group, measured, width, arguments):
                 break
         if arguments.engine == OURS:
@@ -287,6 +323,8 @@ def _joined_by(step: dict[str, Any]) -> str:
         return ""
     if any(joiner.get("cold") for joiner in joiners):
         return "_cold"
+    if any("image_id" in joiner["restore"] for joiner in joiners):
+        return "_image"
     return "_parked" if any(joiner["restore"] for joiner in joiners) else "_kept"
 
 
@@ -316,7 +354,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=4, help="at each rank that stays")
     parser.add_argument("--tokens", type=int, default=256, help="of one request")
     parser.add_argument(
-        "--leavers", choices=(ENDED, KEPT, PARKED), default=ENDED, help="ours: those who leave"
+        "--leavers",
+        choices=(ENDED, KEPT, PARKED, IMAGED),
+        default=ENDED,
+        help="ours: those who leave",
     )
     parser.add_argument(
         "--setting", action="append", default=[], help="ours: NAME=VALUE in its environment"

@@ -22,9 +22,11 @@ import aiohttp
 from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.engine.shape import ModelShape
 from dynamo_elastic.engine.vllm.elastic.flags import elastic_environment, elastic_flags
+from dynamo_elastic.snapshot.base import Command
+from dynamo_elastic.snapshot.namespace import PidNamespace
 
 UPSTREAM, OURS = "upstream", "ours"
-ENDED, KEPT, PARKED = "ended", "kept", "parked"
+ENDED, KEPT, PARKED, IMAGED = "ended", "kept", "parked", "image"
 MODEL = "m"
 _HOST = "127.0.0.1"
 _VOCABULARY = 151936
@@ -57,7 +59,8 @@ class Setup:
     floor: int = 2
     """The fewest ranks that it will have: together they have a slot for each expert."""
     leavers: str = ENDED
-    """What becomes of ranks that leave: ENDED, KEPT as they are, or PARKED."""
+    """What becomes of ranks that leave: ENDED, KEPT as they are, PARKED, or ended and IMAGED: those
+    that join come from images."""
     environment: dict[str, str] = field(default_factory=dict)
     """Of ours, beside what it needs."""
 
@@ -70,6 +73,8 @@ class Group:
     folder: Path
     width: int = 0
     pids: dict[int, int] = field(default_factory=dict)
+    namespace: PidNamespace | None = None
+    """Where its ranks run, as an agent's engines do; None for plain processes."""
 
     @classmethod
     def load(cls, folder: Path) -> Group:
@@ -90,19 +95,28 @@ class Group:
 
     def start(self, rank: int, size: int, *, joins: bool) -> None:
         """Start `rank` of `size`. A joiner waits until the group scales up to it."""
-        env = os.environ | _ENVIRONMENT | self._seat(rank)
+        env = self.environment(rank)
         if joins:
             env["VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"] = "1"
         if self.setup.engine == OURS:
-            env |= elastic_environment(park=self.setup.leavers != ENDED)
+            env |= elastic_environment(park=self.setup.leavers in (KEPT, PARKED))
             env |= self.setup.environment
-        log = (self.folder / f"rank{rank}.log").open("ab")
-        process = subprocess.Popen(
-            self._argv(rank, size), stdout=log, stderr=subprocess.STDOUT, env=env,
-            stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        self.pids[rank] = process.pid
+        self.pids[rank] = self._spawn(self.argv(rank, size), env, self.folder / f"rank{rank}.log")
         self.save()
+
+    def _spawn(self, argv: list[str], env: dict[str, str], log: Path) -> int:
+        if self.namespace is not None:
+            return self.namespace.spawn(Command(tuple(argv), env, log.absolute())).pid
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                argv, stdout=out, stderr=subprocess.STDOUT, env=env,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        return process.pid
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Of `rank`, whoever's it is."""
+        return os.environ | _ENVIRONMENT | self._seat(rank)
 
     def _seat(self, rank: int) -> dict[str, str]:
         """Its GPU. Ranks that share one are on different hosts as far as NCCL knows: it refuses two
@@ -112,7 +126,8 @@ class Group:
             seat["NCCL_HOSTID"] = f"seat-{rank // self.setup.gpus}"
         return seat
 
-    def _argv(self, rank: int, size: int) -> list[str]:
+    def argv(self, rank: int, size: int) -> list[str]:
+        """The command that starts `rank` of `size`."""
         setup = self.setup
         values = {
             "--load-format": "dummy",
@@ -132,7 +147,7 @@ class Group:
         words = [str(w) for pair in values.items() for w in pair]
         switches = ["--enable-expert-parallel", "--enable-elastic-ep", "--enable-eplb"]
         own = elastic_flags() if setup.engine == OURS else []
-        model = str(self.folder / "model")
+        model = str(self.folder.absolute() / "model")
         serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
         return [*serve, *words, *switches, *own, *setup.flags]
 
