@@ -4,7 +4,8 @@ started anew on the way: what is violated, and what grows.
 A run takes --minutes, or ends after --resizes. `--add` adds it to the result of the same day, so
 that a long soak can be had in slices; `--take` adds the slices of results of other machines.
 Growth is per 100 resizes: the least-squares line over what a process held at each rest, summed over
-the processes.
+the processes. A process is warm WARM_RESIZES after it was first seen; what it holds before is drawn
+and does not count, so some slices need few restarts (--restart-every), that lives are long.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rich.console import Console
 
 from dynamo_elastic.demo.load import Prompt
 from dynamo_elastic.testing.cycles import is_ours
-from dynamo_elastic.testing.soak import REST_EVERY, SoakResult, soak, soak_config
+from dynamo_elastic.testing.soak import REST_EVERY, RESTART_EVERY, SoakResult, soak, soak_config
 
 CLIENTS = 2
 PROMPTS = [
@@ -36,14 +37,16 @@ PROMPTS = [
     Prompt("silver morning", 9, 48),
 ]
 SAY_EVERY = 20
-WARM_RESTS = 3
-"""A process has filled its caches and pools by then."""
-LEAST_RESTS = 5
-"""Of one process, for a line through what it held."""
+WARM_RESIZES = 100
+"""A process has filled its caches and pools by then: the plot shows it."""
+LEAST_RESTS = 10
+"""Of one process while it was warm, for a line through what it held."""
 MEASURES = ("rss_bytes", "fds", "threads")
 
 Slice = Mapping[str, Any]
 """One run, as it is stored."""
+Life = list[tuple[int, float]]
+"""Of one process: resizes since it was first seen, and what it held then."""
 
 
 def run(arguments: argparse.Namespace, console: Console) -> Slice:
@@ -65,9 +68,10 @@ def run(arguments: argparse.Namespace, console: Console) -> Slice:
             clients=CLIENTS,
             lasts=lasts,
             say=console.print,
+            restart_every=arguments.restart_every,
         )
     )
-    return stored(result, time.monotonic() - began_s)
+    return stored(result, arguments.restart_every, time.monotonic() - began_s)
 
 
 def so_far(result: SoakResult, elapsed_s: float) -> str:
@@ -79,10 +83,11 @@ def so_far(result: SoakResult, elapsed_s: float) -> str:
     )
 
 
-def stored(result: SoakResult, elapsed_s: float) -> Slice:
+def stored(result: SoakResult, restart_every: int, elapsed_s: float) -> Slice:
     tally = result.tally
     return {
         "seed": result.seed,
+        "restart_every": restart_every,
         "elapsed_s": round(elapsed_s, 1),
         "resizes": result.resizes,
         "retried": result.retried,
@@ -105,18 +110,27 @@ def stored(result: SoakResult, elapsed_s: float) -> Slice:
     }
 
 
-def segments(slices: Sequence[Slice], measure: str) -> dict[str, list[list[tuple[int, float]]]]:
-    """Process name -> for each life of it, (resizes, what it held) at each rest, the warm ones."""
-    found: dict[str, list[list[tuple[int, float]]]] = {}
+def lives(slices: Sequence[Slice], measure: str) -> dict[str, list[Life]]:
+    """Process name -> for each life of it, what it held at each rest. A life begins when its pid is
+    first seen, under whichever name."""
+    found: dict[str, list[Life]] = {}
     for part in slices:
-        lives: dict[str, list[tuple[int, float]]] = {}
+        born: dict[str, int] = {}
+        points: dict[str, Life] = {}
         for rest in part["rests"]:
             for process, held in rest["processes"].items():
-                lives.setdefault(process, []).append((rest["resizes"], held[measure]))
-        for process, points in lives.items():
-            if is_ours(process) and len(points) >= WARM_RESTS + LEAST_RESTS:
-                found.setdefault(process.partition(":")[0], []).append(points[WARM_RESTS:])
+                age = rest["resizes"] - born.setdefault(process.partition(":")[2], rest["resizes"])
+                points.setdefault(process, []).append((age, held[measure]))
+        for process, life in points.items():
+            if is_ours(process):
+                found.setdefault(process.partition(":")[0], []).append(life)
     return found
+
+
+def warm(found: Sequence[Life]) -> list[Life]:
+    """Of each life the warm part, if that is long enough to tell."""
+    parts = [[point for point in life if point[0] >= WARM_RESIZES] for life in found]
+    return [part for part in parts if len(part) >= LEAST_RESTS]
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
@@ -126,11 +140,13 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def growth(slices: Sequence[Slice], measure: str) -> dict[str, float]:
-    """Of each process: the mean over its lives, weighted with how long they were."""
+    """Of each process: the mean over its lives, weighted with how long they were warm."""
     found = {}
-    for name, lives in sorted(segments(slices, measure).items()):
-        weight = sum(len(points) for points in lives)
-        found[name] = sum(slope(points) * len(points) for points in lives) / weight
+    for name, of in sorted(lives(slices, measure).items()):
+        parts = warm(of)
+        if parts:
+            weight = sum(len(points) for points in parts)
+            found[name] = sum(slope(points) * len(points) for points in parts) / weight
     return found
 
 
@@ -180,17 +196,19 @@ def plot(slices: Sequence[Slice], path: Path) -> None:
     mpl.use("Agg")
     figure, (memory, descriptors) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6))
     for axes, measure, scale in ((memory, "rss_bytes", 1e6), (descriptors, "fds", 1)):
-        for number, (name, lives) in enumerate(sorted(segments(slices, measure).items())):
-            for points in lives:
-                label = name if points is lives[0] else None
-                x, y = zip(*points, strict=True)
-                axes.plot(x, [v / scale for v in y], label=label, color=f"C{number}")
-    memory.set_ylabel("resident memory (MB)")
-    descriptors.set_ylabel("open descriptors")
-    descriptors.set_xlabel(f"resizes (a point every {REST_EVERY})")
-    for axes in (memory, descriptors):
+        for number, (name, of) in enumerate(sorted(lives(slices, measure).items())):
+            for life in of:
+                label = name if life is of[0] else None
+                x, y = zip(*life, strict=True)
+                axes.plot(x, [v / scale for v in y], label=label, color=f"C{number}", linewidth=0.8)
+        axes.axvline(WARM_RESIZES, color="grey", linestyle=":")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
+    memory.set_ylabel("resident memory (MB)")
+    descriptors.set_ylabel("open descriptors")
+    descriptors.set_xlabel(
+        f"resizes since the process was first seen (a point every {REST_EVERY}, warm from the line)"
+    )
     if memory.lines:
         memory.legend(ncols=4, fontsize="small")
     figure.tight_layout()
@@ -214,6 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--resizes", type=int, default=1_000_000)
+    parser.add_argument("--restart-every", type=int, default=RESTART_EVERY, help="resizes")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31))
     parser.add_argument("--add", action="store_true", help="to the newest result")
     parser.add_argument("--take", type=Path, nargs="+", help="results; nothing is run then")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from dynamo_elastic.engine.reference.oracle import Oracle
     from dynamo_elastic.testing.graph_api import Site
 
 
@@ -81,6 +82,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 reason = missing[marker.name]
                 if reason is not None:
                     item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a small model for reference engines."""
+    from dynamo_elastic.engine.reference.make_model import write_model
+    from dynamo_elastic.testing.engine_process import SMALL_SHAPE
+
+    directory = tmp_path_factory.mktemp("model")
+    write_model(directory, SMALL_SHAPE, seed=5)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def oracle(model: Path) -> Oracle:
+    """What one process alone says of it."""
+    from dynamo_elastic.engine.reference.oracle import Oracle
+    from dynamo_elastic.testing.fleet import TILE
+
+    return Oracle(model, TILE)
 
 
 @pytest.fixture(scope="session")

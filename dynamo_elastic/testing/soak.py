@@ -44,7 +44,7 @@ REST_EVERY = 5
 """Resizes between two footprints."""
 
 RESTART_EVERY = 15
-"""Resizes between two restarts."""
+"""Resizes between two restarts, unless told otherwise."""
 
 HEAL_S = 240.0
 """In this time the deployment is whole again, whatever was ended, or it hangs."""
@@ -179,6 +179,7 @@ class Walk:
     rng: random.Random
     prompts: list[Prompt]
     clients: int
+    restart_every: int
     _decision: int = 0
     _stored: dict[str, Write] = field(default_factory=dict)
     _moved: MovedRequests = field(init=False)
@@ -196,8 +197,8 @@ class Walk:
         self._count_streams()
         if resting:
             await self._rest()
-        if self.result.resizes % RESTART_EVERY == 0:
-            turn = self.result.resizes // RESTART_EVERY
+        if self.result.resizes % self.restart_every == 0:
+            turn = self.result.resizes // self.restart_every
             parts = list(Component)
             await self.restart(parts[turn % len(parts)])
 
@@ -337,6 +338,7 @@ async def soak(
     clients: int,
     lasts: Callable[[SoakResult], bool],
     say: Callable[[str], None],
+    restart_every: int = RESTART_EVERY,
 ) -> SoakResult:
     """Serve `config`, and walk for as long as `lasts` says, which sees the result after each step.
     A deployment that hangs ends the walk: that is a violation."""
@@ -348,7 +350,8 @@ async def soak(
         load.start()
         await load.wait_for_each_prompt(timeout_s=_REFERENCE_TIMEOUT_S)
         result = SoakResult(seed, Tally(reference_texts(load.results)))
-        walk = Walk(deployment, load, recorder, result, random.Random(seed), prompts, clients)
+        rng = random.Random(seed)
+        walk = Walk(deployment, load, recorder, result, rng, prompts, clients, restart_every)
         try:
             while lasts(result):
                 await walk.step()

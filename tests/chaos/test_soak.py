@@ -30,7 +30,6 @@ def test_a_walk_with_every_component_restarted_violates_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(soaks, "REST_EVERY", 4)
-    monkeypatch.setattr(soaks, "RESTART_EVERY", 2)
     config = soak_config(tmp_path, "test-soak")
     result = asyncio.run(
         soak(
@@ -40,6 +39,7 @@ def test_a_walk_with_every_component_restarted_violates_nothing(
             clients=2,
             lasts=lambda so_far: len(so_far.restarts) < len(Component),
             say=lambda text: None,
+            restart_every=2,
         )
     )
     assert result.violations == []

@@ -17,32 +17,19 @@ import psutil
 import pytest
 
 from dynamo_elastic.engine.base import DETACHED_FILE, EngineState
-from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.engine.reference.oracle import Oracle
 from dynamo_elastic.errors import EngineError, EngineGone
 from dynamo_elastic.failpoints import KILL_AT
-from dynamo_elastic.testing.engine_process import SMALL_SHAPE, EngineProcess
+from dynamo_elastic.testing.engine_process import EngineProcess
 from dynamo_elastic.testing.expert_buffer import FakeExpertWorld
 from dynamo_elastic.testing.expert_buffer_group import RankThread, expand_lose_contract
-from dynamo_elastic.testing.fleet import TILE, Fleet, FleetLoad, each, fleet
+from dynamo_elastic.testing.fleet import Fleet, FleetLoad, each, fleet
 from dynamo_elastic.topology import EMPTY, EngineShape
 from dynamo_elastic.types import Epoch, WorkerId
 
 FIRST, SECOND, THIRD = (WorkerId(f"slot{n}") for n in range(3))
 PEER_TIMEOUT_S = 4.0
 """No request of two dozen tokens takes so long unless somebody waits for somebody."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory, SMALL_SHAPE, seed=5)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model, TILE)
 
 
 @pytest.mark.slow
