@@ -186,6 +186,15 @@ GUARDS = (
         _with(_nothing, route="scale_elastic", token="token-2"),
     ),
     Guard(
+        "control routes stay on loopback",
+        "scale, park or read",
+        "dynamo_elastic.dynamo.environment._LOOPBACK",
+        "0.0.0.0",
+        "unit/dynamo/test_launch.py",
+        "test_the_environment_uses_our_etcd_and_loopback_alone",
+        _directory,
+    ),
+    Guard(
         "the kernel says who calls",
         "have the agent start",
         "dynamo_elastic.ipc.Callers.admit",
