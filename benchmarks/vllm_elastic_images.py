@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,20 @@ from dynamo_elastic.snapshot.gpu import Gpu, open_gpu
 from dynamo_elastic.snapshot.inspect_process import Allowed, quiescence_findings
 from dynamo_elastic.snapshot.manifest import Manifest
 from dynamo_elastic.snapshot.namespace import PidNamespace, temporary_namespace
-from dynamo_elastic.snapshot.process import PROC, ProcessRef, identify, tree_of
+from dynamo_elastic.snapshot.process import (
+    PROC,
+    ProcessRef,
+    identify,
+    namespace_pid,
+    tree_of,
+)
 from dynamo_elastic.testing.rank_images import LOG, RankImages, attach
 
 _BOOT_TIMEOUT_S = 280.0
 _WAKE_TIMEOUT_S = 30.0
 _MOST_SLOTS = 8
+_QUIET = {"cuda": {"multicast": 0, "ipc_imports": 0, "managed_bytes": 0}}
 _SERVE = "dynamo_elastic.engine.vllm.v0_33.serve"
-_KEPT_FROM_ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME")
-_PREFIXES = ("CUDA_", "NCCL_", "UCX_", "VLLM_", "GLOO_", "HF_", "OMP_", "NIXL_")
 
 
 @dataclass
@@ -70,10 +75,10 @@ class Imaging:
             )  # fmt: skip
         except (ElasticError, OSError) as exc:
             print(watch.log_tail(), flush=True)
-            say("image failed", error=f"{type(exc).__name__}: {exc}"[:6000], **watch.seen())
+            say("image failed", error=f"{type(exc).__name__}: {exc}"[:4000], **watch.findings)
             raise SystemExit("no image could be made") from exc
         finally:
-            watch.close()
+            watch.close(self.folder / f"image-seen{rank}.json")
         self._manifests[rank] = manifest
         return {
             "rank": rank,
@@ -84,7 +89,7 @@ class Imaging:
             "gpu": manifest.gpu,
             "timings_s": manifest.timings_s,
             "engine": manifest.engine,
-            **watch.seen(),
+            **watch.findings,
         }
 
     def bring_back(self, group: Group, rank: int) -> dict[str, Any]:
@@ -109,7 +114,6 @@ class Imaging:
             "image_id": manifest.image_id,
             "restored_s": round(restored_s, 3),
             "parts": parts,
-            "gpus": [asdict(gpu) for gpu in self.images.gpu.inventory.gpus()],
         }
 
     def _wait_port(self, group: Group, rank: int) -> None:
@@ -132,13 +136,8 @@ class Imaging:
         return self.folder / f"c{rank}"
 
     def _environment(self, group: Group, rank: int) -> dict[str, str]:
-        of_rank = group.environment(rank) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        kept = {
-            name: value
-            for name, value in of_rank.items()
-            if name in _KEPT_FROM_ENVIRONMENT or name.startswith(_PREFIXES)
-        }
-        return kept | detached_environment(str(self.control_dir(rank))) | group.setup.environment
+        own = detached_environment(str(self.control_dir(rank)))
+        return group.environment(rank) | own | group.setup.environment
 
 
 @contextmanager
@@ -163,7 +162,9 @@ class _Watch:
         self._gpu, self._control_dir, self._log = gpu, control_dir, log
         self._process: ProcessRef | None = None
         self._file: Any = None
-        self._seen: dict[str, Any] = {}
+        self.findings: dict[str, Any] = {}
+        """What a strict look found, and whose CUDA there is."""
+        self._held: dict[str, Any] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._find, daemon=True)
         self._thread.start()
@@ -187,24 +188,24 @@ class _Watch:
             return
         if phase is TakePhase.INSPECT:
             allowed = Allowed((self._control_dir,), lambda _: True, gpu=True, tree=True)
-            self._seen["strict_findings"] = list(quiescence_findings(self._process, allowed))
+            self.findings["strict_findings"] = list(quiescence_findings(self._process, allowed))
             holders = cuda_processes(self._process, self._gpu.driver)
-            self._seen["cuda_processes"] = [p.pid for p in holders]
-            self._seen["holder_findings"] = list(holder_findings(holders, {}))
-            self._seen["gpus_before"] = [asdict(gpu) for gpu in self._gpu.inventory.gpus()]
-        else:
-            self._seen["gpus_frozen"] = [asdict(gpu) for gpu in self._gpu.inventory.gpus()]
-        self._seen[f"tree_at_{phase}"] = {pid: _held(pid) for pid in tree_of(self._process.pid)}
-
-    def seen(self) -> dict[str, Any]:
-        return self._seen
+            self.findings["cuda_processes"] = [namespace_pid(p.pid) for p in holders]
+            self.findings["holder_findings"] = list(holder_findings(holders, _QUIET))
+        gpus = {gpu.index: gpu.free_bytes for gpu in self._gpu.inventory.gpus()}
+        self.findings[f"free_bytes_at_{phase}"] = gpus
+        held = {pid: _held(pid) for pid in tree_of(self._process.pid)}
+        self._held[phase] = held
+        self.findings[f"rss_at_{phase}"] = {h["Name"]: h["RssAnon"] for h in held.values()}
 
     def log_tail(self) -> str:
         if self._file is None:
             return "the rank wrote no log"
-        return str(self._file.read().decode(errors="replace")[-8000:])
+        return str(self._file.read().decode(errors="replace")[-5000:])
 
-    def close(self) -> None:
+    def close(self, held: Path) -> None:
+        """What each process held is in the file `held`, and the rank's log in its own."""
+        held.write_text(json.dumps(self._held, indent=1) + "\n")
         self._stopped.set()
         self._thread.join()
         if self._file is not None:
@@ -226,7 +227,7 @@ def _held(pid: int) -> dict[str, Any]:
                  status.splitlines()}  # fmt: skip
         wanted = ("Name", "NSpid", "Threads", "RssAnon", "RssShmem", "RssFile")
         return {name: words.get(name, "") for name in wanted} | {"held": dict(found)}
-    return {"gone": True}
+    return {"Name": "gone", "RssAnon": ""}
 
 
 def say(step: str, **values: Any) -> None:

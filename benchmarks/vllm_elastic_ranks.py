@@ -99,7 +99,7 @@ class Group:
         if joins:
             env["VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"] = "1"
         if self.setup.engine == OURS:
-            env |= elastic_environment(park=self.setup.leavers in (KEPT, PARKED))
+            env |= elastic_environment(park=self.setup.leavers != ENDED)
             env |= self.setup.environment
         self.pids[rank] = self._spawn(self.argv(rank, size), env, self.folder / f"rank{rank}.log")
         self.save()

@@ -47,15 +47,20 @@ class ElasticInstrumentedScheduler(dynamo_scheduler.InstrumentedScheduler):  # t
         os.environ[dynamo_scheduler.ENV_FPM_PORT] = "0"
         self._events: KVEventsConfig | None = vllm_config.kv_events_config
         super().__init__(vllm_config, *args, **kwargs)
+        self._opened = True
 
     def release(self) -> None:
-        """No publisher, and no port, is open."""
-        self._publisher.shutdown()
-        self.kv_event_publisher.shutdown()
+        """No publisher, and no port, is open. Idempotent."""
+        opened, self._opened = self._opened, False
+        if opened:
+            self._publisher.shutdown()
+            self.kv_event_publisher.shutdown()
 
     def attach(self) -> dict[str, Any]:
         """Publishers are open on loopback ports that nobody else has: {'fpm_port': N, 'events':
         address, '' if KV events are off}. The worker id comes later, with set_fpm_worker_id."""
+        self.release()
+        self._opened = True
         self._publisher, fpm_port = self._open_publisher()
         self.kv_event_publisher = EventPublisherFactory.create(self._events)
         opened = self.kv_event_publisher.get_publisher_config()

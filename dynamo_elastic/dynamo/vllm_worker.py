@@ -81,7 +81,7 @@ class _HostMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class Prepared:
     """What Dynamo's worker expects of an engine that went through a snapshot."""
 
     engine: tuple[Any, StatLoggerFactory]
@@ -105,10 +105,10 @@ class _Tree:
         own = ["--scheduler-cls", SCHEDULER, "--worker-extension-cls", EXTENSION]
         await dynamo_main.worker([*argv, *own])
 
-    async def _prepare(self, config: Any, setup_vllm_engine: Callable[..., Any]) -> _Prepared:
+    async def _prepare(self, config: Any, setup_vllm_engine: Callable[..., Any]) -> Prepared:
         """An engine with the identity that attach.json gave it, proven and ready."""
-        _own_ports(config)
-        self._own_metrics_directory()
+        own_ports(config)
+        own_metrics_directory(self._control_dir)
         loggers = StatLoggerFactory(endpoint=None, embedding_worker=config.embedding_worker)
         setup = setup_vllm_engine(config, loggers)
         client, vllm_config = setup[0], setup[1]
@@ -128,14 +128,7 @@ class _Tree:
             attach, replica, self._requests, vllm_config.cache_config.num_gpu_blocks or 0
         )
         await self._serve(engine)
-        return _Prepared((setup, loggers), pause)
-
-    def _own_metrics_directory(self) -> None:
-        # Set before prometheus_client was imported, its files would be mapped, and in the image.
-        path = self._control_dir / "prometheus"
-        path.mkdir(exist_ok=True)
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(path)
-        os.environ[SNAPSHOT_CONTROL_DIR_ENV] = str(self._control_dir)
+        return Prepared((setup, loggers), pause)
 
     async def _detach(self, replica: Replica, probe: tuple[int, ...]) -> None:
         """The tree holds nothing that an image must not hold, and says so in detached.json."""
@@ -146,11 +139,7 @@ class _Tree:
         opened = await replica.attach(attach)
         arm_from_environment(attach.worker_id)
         failpoint("engine.attached")
-        # Dynamo's relays of this process listen to the publishers of our own engine core.
-        os.environ[ENV_FPM_PORT] = str(opened["fpm_port"])
-        if opened["events"]:
-            events = replace(config.engine_args.kv_events_config, endpoint=opened["events"])
-            config.engine_args.kv_events_config = events
+        relay_from(opened, config)
 
     async def _serve(self, engine: VllmEngine) -> None:
         server = RpcServer(
@@ -161,7 +150,24 @@ class _Tree:
         await server.start()
 
 
-def _own_ports(config: Any) -> None:
+def own_metrics_directory(control_dir: Path) -> None:
+    """Files of metrics are in `control_dir`, of which every copy has its own."""
+    # Set before prometheus_client was imported, its files would be mapped, and in the image.
+    path = control_dir / "prometheus"
+    path.mkdir(exist_ok=True)
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(path)
+    os.environ[SNAPSHOT_CONTROL_DIR_ENV] = str(control_dir)
+
+
+def relay_from(opened: dict[str, Any], config: Any) -> None:
+    """Dynamo's relays of this process listen to the publishers of our own engine core."""
+    os.environ[ENV_FPM_PORT] = str(opened["fpm_port"])
+    if opened["events"]:
+        events = replace(config.engine_args.kv_events_config, endpoint=opened["events"])
+        config.engine_args.kv_events_config = events
+
+
+def own_ports(config: Any) -> None:
     """Events go out on a free loopback port; the port of the command line is every copy's."""
     events = config.engine_args.kv_events_config
     if events is not None:

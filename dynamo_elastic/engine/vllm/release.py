@@ -15,13 +15,13 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from dynamo_elastic.errors import EngineError
 
 SHARED_MEMORY = Path("/dev/shm")
-_NVML = "libnvidia-ml.so.1"
-_CUDA_DEVICE = "/dev/nvidia-uvm"
-_DRIVER_DEVICES = "/dev/nvidia"
+_DEVICES = "/dev/nvidia"
+"""How all names of the driver's devices begin; CUDA's own one goes on with -uvm."""
 _MOST_HOLDERS = 64
 _POLL_S = 0.01
 
@@ -97,25 +97,32 @@ def close_log_files() -> int:
     return len(files)
 
 
-def release_driver(library: str = _NVML) -> int:
+def release_driver(nvml: Any = None, devices: str = _DEVICES) -> int:
     """NVML holds no device of the driver in this process; returns how many it left open, and we
     closed. torch opens it to count GPUs and never shuts it down, in every process of an engine; no
     image can hold its devices, and whoever needs it opens it again. Those of CUDA itself stay: the
     driver's checkpoint closes them."""
-    try:
-        nvml = ctypes.CDLL(library)
-    except OSError:
-        return 0  # a host without the driver
+    library = nvml or _nvml()
+    if library is None:
+        return 0
     for _ in range(_MOST_HOLDERS):  # it counts who has opened it
-        if nvml.nvmlShutdown() != 0:
+        if library.nvmlShutdown() != 0:
             break
     files = _open_files()
-    if any(path == _CUDA_DEVICE for path in files.values()):
+    if f"{devices}-uvm" in files.values():
         return 0
-    left = [number for number, path in files.items() if path.startswith(_DRIVER_DEVICES)]
+    left = [number for number, path in files.items() if path.startswith(devices)]
     for descriptor in left:
         os.close(descriptor)
     return len(left)
+
+
+def _nvml() -> Any:
+    """NVML's library; None on a host without the driver."""
+    try:
+        return ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
 
 
 def unlink_shared_memory(pids: Iterable[int]) -> tuple[Path, ...]:

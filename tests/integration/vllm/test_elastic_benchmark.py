@@ -85,6 +85,29 @@ def test_a_rank_that_left_comes_back(tmp_path: Path) -> None:
     assert group["setup"]["floor"] == 1
 
 
+@pytest.mark.root
+@pytest.mark.criu
+@pytest.mark.timeout(300)
+def test_joiners_come_from_an_image_beside_a_group_that_serves(tmp_path: Path) -> None:
+    port = str(free_ports(4))
+    imaged = ["--leavers", "image", "--serve-s", "0.3", "--port", port]
+    done = measure(tmp_path, "run", "--engine", "ours", "--widths", "2,1,2,1,2", *imaged)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    steps = steps_of(tmp_path, "ours")
+    first, again = [step for step in steps if step["step"] == "image"]
+    assert first["image_bytes"] > 1 << 20
+    assert first["strict_findings"] == []
+    assert first["engine"]["probe"] == list(range(8))
+    assert again == {"step": "image", "rank": 1, "image_id": first["image_id"]}
+    ups = [step for step in steps if step["step"] == "scale" and step["to"] == 2]
+    for (joiner,) in (up["joiners"] for up in ups):
+        assert joiner["status"] == 200
+        assert joiner["restore"]["image_id"] == first["image_id"]
+        assert joiner["restore"]["parts"]["restore"] > 0
+    assert len(ups) == 2
+    assert all(up["ok"] and up["seen"]["failed"] == 0 for up in ups)
+
+
 @pytest.mark.timeout(400)
 def test_commands_go_on_where_the_last_one_ended(tmp_path: Path) -> None:
     port = str(free_ports(4))

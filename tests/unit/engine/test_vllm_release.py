@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from dynamo_elastic.engine.vllm.release import (
+    close_log_files,
     processes_of_session,
+    release_driver,
     unlink_sockets,
     wait_no_tcp,
 )
@@ -86,6 +89,55 @@ def test_sockets_of_the_control_directory_lose_their_names(tmp_path: Path) -> No
         listener.bind(str(tmp_path / "s"))
         unlink_sockets(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["boot.log"]
+
+
+class Nvml:
+    """Opened so many times."""
+
+    def __init__(self, holders: int) -> None:
+        self.holders = holders
+
+    def nvmlShutdown(self) -> int:
+        if self.holders == 0:
+            return 1
+        self.holders -= 1
+        return 0
+
+
+def test_nvml_is_shut_down_for_all_who_opened_it(tmp_path: Path) -> None:
+    nvml, left = Nvml(3), tmp_path / "nvidiactl"
+    left.touch()
+    opened = os.open(left, os.O_RDONLY)
+    assert release_driver(nvml, str(tmp_path / "nvidia")) == 1
+    assert nvml.holders == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened)
+
+
+def test_a_process_with_cuda_keeps_the_devices_of_its_driver(tmp_path: Path) -> None:
+    nvml, prefix = Nvml(1), str(tmp_path / "nvidia")
+    paths = [Path(f"{prefix}{name}") for name in ("-uvm", "ctl")]
+    for path in paths:
+        path.touch()
+    with paths[0].open(), paths[1].open() as control:
+        assert release_driver(nvml, prefix) == 0
+        assert nvml.holders == 0
+        os.fstat(control.fileno())
+
+
+def test_a_log_file_is_closed_and_opened_again_by_its_next_line(tmp_path: Path) -> None:
+    path, logger = tmp_path / "jit.log", logging.getLogger("test.of.release")
+    logger.addHandler(logging.FileHandler(path))
+    try:
+        logger.warning("before")
+        assert close_log_files() >= 1
+        assert not [p for p in Path("/proc/self/fd").iterdir() if p.resolve() == path]
+        logger.warning("after")
+        assert path.read_text().splitlines() == ["before", "after"]
+    finally:
+        for handler in logger.handlers:
+            handler.close()
+        logger.handlers.clear()
 
 
 def test_the_session_is_found() -> None:

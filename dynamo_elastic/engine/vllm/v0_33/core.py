@@ -9,9 +9,12 @@ import msgspec
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import ReduceOp
+from vllm import envs
 from vllm.distributed.utils import cpu_all_reduce_
 from vllm.v1.engine import ReconfigureDistributedRequest, core
 
+from dynamo_elastic.engine.base import Attach
+from dynamo_elastic.engine.renew import renew
 from dynamo_elastic.engine.vllm.elastic.groups import close_gloo, reduce
 from dynamo_elastic.engine.vllm.elastic.guard import Stage
 from dynamo_elastic.engine.vllm.elastic.laps import Laps
@@ -102,6 +105,11 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
         weights than those it was filled with may come."""
         if not self.reset_prefix_cache():
             raise EngineError(f"rank {self.engine_index} has requests, and can't join a group")
+
+    def renew_elastic_ep(self, attach: dict[str, Any]) -> None:
+        """This process has the identity of `attach`. A utility call."""
+        renew(msgspec.convert(attach, Attach))
+        envs.disable_envs_cache()
 
     def follow_coordinator(self, addresses: Any) -> None:
         """It was followed from the start."""

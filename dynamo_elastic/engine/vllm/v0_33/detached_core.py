@@ -9,15 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import zmq
-from vllm import envs
 from vllm.utils.network_utils import make_zmq_socket
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from dynamo_elastic.engine.base import Attach
-from dynamo_elastic.engine.renew import renew
 from dynamo_elastic.engine.vllm.calls import CORE_ATTACH, CORE_RELEASE
 from dynamo_elastic.engine.vllm.release import release_process
 from dynamo_elastic.engine.vllm.v0_33.core import ElasticEngineCore
@@ -94,12 +90,8 @@ class DetachedEngineCore(ElasticEngineCore):
         """This process has the identity of `attach`; says where Dynamo's scheduler publishes, {}
         without it. A utility call."""
         upstream = getattr(super(), CORE_ATTACH, None)
-        if upstream is not None:
-            opened: dict[str, Any] = upstream(attach)
-        else:
-            renew(msgspec.convert(attach, Attach))
-            opened = {}
-        envs.disable_envs_cache()
+        opened: dict[str, Any] = upstream(attach) if upstream is not None else {}
+        self.renew_elastic_ep(attach)
         return opened
 
     def follow_coordinator(self, addresses: Any) -> None:

@@ -21,6 +21,11 @@ from dynamo_elastic.engine.vllm.elastic.flags import detached_environment, elast
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.errors import ElasticError
 
+_SERVER = (
+    *("host", "port", "enable_ssl_refresh", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs"),
+    *("ssl_cert_reqs", "ssl_ciphers", "h11_max_incomplete_event_size", "h11_max_header_count"),
+)
+"""Flags that go to vLLM's HTTP server as they are."""
 _log = logging.getLogger(__name__)
 
 
@@ -41,21 +46,29 @@ def main() -> None:
 
 
 async def _serve(control_dir: Path, argv: list[str], began_s: float) -> None:
-    from vllm.entrypoints.launchers.api_server.entry import (
-        build_and_serve,
-        build_async_engine_client,
-    )
-    from vllm.entrypoints.launchers.launcher import setup_server
+    from vllm.entrypoints.launchers.api_server import entry
 
     from dynamo_elastic.engine.vllm.v0_33.front import live_detached
 
     arguments = parsed_flags(argv)
-    async with build_async_engine_client(arguments) as engine:
+    async with entry.build_async_engine_client(arguments) as engine:
+        # Made before the image: it takes seconds.
+        tasks = await engine.get_supported_tasks()
+        application = entry.build_app(arguments, tasks, engine.model_config)
+        await entry.init_app_state(engine, application.state, arguments, tasks)
         await live_detached(engine, control_dir, began_s)
         arguments.port = ElasticSettings.from_environment().http_port or arguments.port
-        address, listener = setup_server(arguments, reuse_port=False)
+        _, listener = entry.setup_server(arguments, reuse_port=False)
         with listener:
-            await (await build_and_serve(engine, address, listener, arguments))
+            await (await entry.serve_http(application, listener, **_of_server(arguments)))
+
+
+def _of_server(arguments: Any) -> dict[str, Any]:
+    """What vLLM's own launcher gives its HTTP server."""
+    return {name: getattr(arguments, name) for name in _SERVER} | {
+        "log_level": arguments.uvicorn_log_level,
+        "access_log": not arguments.disable_uvicorn_access_log,
+    }
 
 
 def parsed_flags(argv: list[str]) -> Any:

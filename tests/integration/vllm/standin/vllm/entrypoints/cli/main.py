@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ _TOKEN_S = 0.002
 class Rank:
     """Pauses all streams while it scales; a leaver refuses from then on."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, *, retired: bool) -> None:
         self._rank = arguments.data_parallel_rank
         self._serves = asyncio.Event()
-        self._retired = False
+        self._retired = retired
         joins = os.environ.get("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH") == "1"
         self._group = Path(arguments.model_tag).parent / "scaled"
         if not joins:
@@ -81,12 +82,14 @@ def main() -> None:
     parser.add_argument("--data-parallel-rank", type=int)
     arguments, _ = parser.parse_known_args()
     json.loads((Path(arguments.model_tag) / "config.json").read_text())
+    listener = socket.create_server(("127.0.0.1", arguments.port))
+    asyncio.run(serve(arguments, retired=False, listener=listener))
+
+
+async def serve(arguments: Any, *, retired: bool, listener: socket.socket) -> None:
+    """Answer until the process ends."""
     application = web.Application()
-    asyncio.run(_serve(application, arguments))
-
-
-async def _serve(application: web.Application, arguments: Any) -> None:
-    rank = Rank(arguments)
+    rank = Rank(arguments, retired=retired)
     application.add_routes(
         [
             web.get("/health", rank.health),
@@ -99,7 +102,7 @@ async def _serve(application: web.Application, arguments: Any) -> None:
     )
     runner = web.AppRunner(application)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", arguments.port).start()
+    await web.SockSite(runner, listener).start()
     await asyncio.Event().wait()
 
 
