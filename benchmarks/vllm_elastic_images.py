@@ -21,7 +21,7 @@ from vllm_elastic_ranks import Group
 
 from dynamo_elastic.engine.vllm.elastic.flags import detached_environment
 from dynamo_elastic.errors import ElasticError, EngineError
-from dynamo_elastic.snapshot.base import BOOT_LOG, PIDS_PER_SLOT, TakePhase, first_pid
+from dynamo_elastic.snapshot.base import BOOT_LOG, TakePhase, first_pid
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.criu import Criu
 from dynamo_elastic.snapshot.cuda_findings import holder_findings
@@ -41,7 +41,7 @@ from dynamo_elastic.testing.rank_images import LOG, RankImages, attach
 
 _BOOT_TIMEOUT_S = 280.0
 _WAKE_TIMEOUT_S = 30.0
-_MOST_SLOTS = 8
+_MOST_RANKS, _SLOTS_EACH = 4, 4
 _QUIET = {"cuda": {"multicast": 0, "ipc_imports": 0, "managed_bytes": 0}}
 _SERVE = "dynamo_elastic.engine.vllm.v0_33.serve"
 
@@ -148,10 +148,11 @@ def imaging(folder: Path) -> Iterator[Imaging]:
     folder.mkdir(parents=True, exist_ok=True)
     home = Path(os.environ.get("HOME", "/root"))
     images = RankImages(
-        Catalog(folder / "images"), Criu.find(), open_gpu(), (folder, home / ".cache"), 120.0
-    )
+        Catalog(folder / "images"), Criu.find(), open_gpu(), (folder, home / ".cache"),
+        slots=_SLOTS_EACH, timeout_s=120.0,
+    )  # fmt: skip
     with temporary_namespace({}) as namespace:
-        namespace.guard_pids(first_pid(_MOST_SLOTS) + PIDS_PER_SLOT)
+        namespace.guard_pids(first_pid(_SLOTS_EACH * _MOST_RANKS + _SLOTS_EACH))
         yield Imaging(images, namespace, folder)
 
 

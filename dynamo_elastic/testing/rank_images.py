@@ -37,19 +37,21 @@ LOG = "rank.log"
 @dataclass(frozen=True)
 class RankImages:
     """Images of one deployment's ranks. `directories`: those beside a rank's control directory of
-    which it may have files open."""
+    which it may have files open. `slots`: how many slots' pids a rank may use: compilers that start
+    programs use them up."""
 
     catalog: Catalog
     imager: Criu
     gpu: Gpu = NO_GPU
     directories: tuple[Path, ...] = ()
+    slots: int = 1
     timeout_s: float = 60.0
     """Of a dump, and of a restore."""
     _fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
 
     def take(
         self,
-        slot: int,
+        rank: int,
         control_dir: Path,
         argv: Sequence[str],
         environment: Mapping[str, str],
@@ -60,6 +62,7 @@ class RankImages:
     ) -> Manifest:
         """Boot the rank that `argv` starts, and make an image of it; it has ended then. Raises what
         take_snapshot() raises."""
+        slot = self.slots * (rank + 1) - 1
         command = Command(tuple(argv), dict(environment), control_dir / BOOT_LOG)
         fingerprint = read_fingerprint(
             criu=self.imager.version(),
@@ -70,7 +73,7 @@ class RankImages:
             control_dir=control_dir,
             gpus=self.gpu.inventory.gpus(),
         )
-        pids = range(first_pid(slot), first_pid(slot) + PIDS_PER_SLOT)
+        pids = range(first_pid(slot), first_pid(slot) + self.slots * PIDS_PER_SLOT)
         manifest = take_snapshot(
             TakeRequest(
                 slot=slot,

@@ -37,7 +37,7 @@ pytestmark = [
 HERE = Path(__file__).parent
 BOOT_TIMEOUT_S = 300.0
 SERVE_TIMEOUT_S = 60.0
-SLOT = 3
+RANK = 3
 """It is booted as the last rank of the largest group, and attached as another."""
 
 
@@ -68,7 +68,7 @@ def manifest(images: RankImages, tmp_path_factory: pytest.TempPathFactory) -> Ma
         **detached_environment(str(folder / "c")),
     }
     subprocess.run([PYTHON, *model], env=environment, check=True, timeout=200)
-    return images.take(SLOT, folder / "c", argv(folder), environment, boot_timeout_s=BOOT_TIMEOUT_S)
+    return images.take(RANK, folder / "c", argv(folder), environment, boot_timeout_s=BOOT_TIMEOUT_S)
 
 
 def argv(folder: Path) -> list[str]:
@@ -78,11 +78,11 @@ def argv(folder: Path) -> list[str]:
         "--max-model-len": 256,
         "--max-num-seqs": 8,
         "--kv-cache-memory-bytes": 64 << 20,
-        "--data-parallel-size": SLOT + 1,
-        "--data-parallel-rank": SLOT,
+        "--data-parallel-size": RANK + 1,
+        "--data-parallel-rank": RANK,
         "--data-parallel-address": "127.0.0.1",
         "--data-parallel-rpc-port": 1,
-        "--elastic-ep-max-dp-size": SLOT + 1,
+        "--elastic-ep-max-dp-size": RANK + 1,
         "--eplb-config": json.dumps({"num_redundant_experts": 0, "use_async": False}),
         "--distributed-executor-backend": "detached_cpu.Executor",
         "--worker-cls": "detached_cpu.Worker",
