@@ -41,7 +41,7 @@ SLOT_MOVES: Mapping[SlotState, frozenset[SlotState]] = {
     _S.FREE: frozenset({_S.STARTING}),
     _S.STARTING: frozenset({_S.SERVING, _S.FREE}),
     _S.SERVING: frozenset({_S.PARKING, _S.ENDING, _S.FREE}),
-    _S.PARKING: frozenset({_S.PARKED, _S.FREE}),
+    _S.PARKING: frozenset({_S.PARKED, _S.ENDING, _S.FREE}),
     _S.PARKED: frozenset({_S.STARTING, _S.ENDING, _S.FREE}),
     _S.ENDING: frozenset({_S.FREE, _S.ENDING}),
 }

@@ -129,8 +129,7 @@ class Slots:
         await self.cancel_starts()
         for slot in self._slots:
             async with slot.lock:
-                if slot.state in (SlotState.SERVING, SlotState.PARKED):
-                    await self._end(slot)
+                await self._end(slot)
 
     def release(self) -> None:
         """Look after the slots no longer; what is in them lives on."""
@@ -192,7 +191,7 @@ class Slots:
         parked = slot.parked
         if parked is None:
             return self._parking.nothing()
-        if Tier.PARKED not in wanted:
+        if Tier.PARKED not in wanted or slot.state is SlotState.ENDING:
             await self._end(slot)
             self._count_eviction(slot.number, Eviction.UNWANTED)
             return self._parking.nothing()
@@ -218,7 +217,7 @@ class Slots:
             slot.parked = await self._parking.park(record, timeout_s=timeout_s)
         except (ElasticError, OSError) as exc:
             _log.warning("slot %d: the engine could not be parked: %s", slot.number, exc)
-            await self._finish(slot, record)
+            await self._end(slot)
             return str(exc)
         slot.move(SlotState.PARKED)
         slot.engine = slot.lease = None
@@ -227,14 +226,12 @@ class Slots:
         return ""
 
     async def _end(self, slot: Slot) -> None:
-        """End what serves or is parked in the slot. The caller has the lock."""
+        """End what is in the slot, whether it serves, is parked, or could not be ended before. The
+        caller has the lock. Raises EngineError, and may be told again."""
         record = slot.engine or slot.parked
         if record is None:
             return
         slot.move(SlotState.ENDING)
-        await self._finish(slot, record)
-
-    async def _finish(self, slot: Slot, record: EngineRecord | ParkedRecord) -> None:
         slot.unwatch()
         failpoint("agent.before_end")
         await end_process(record.process)

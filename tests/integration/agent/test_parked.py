@@ -23,6 +23,7 @@ from dynamo_elastic.agent.records import PARKED_FILE
 from dynamo_elastic.agent.server import AgentServer
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.errors import EngineError, SnapshotInUse
+from dynamo_elastic.failpoints import error_at, set_hook
 from dynamo_elastic.ipc import RpcClient
 from dynamo_elastic.metrics import AgentMetrics
 from dynamo_elastic.snapshot.catalog import Catalog
@@ -44,6 +45,21 @@ def directory() -> Iterator[Path]:
         config = deployment(Path(name))
         if (config.state_dir / NAMESPACE_FILE).exists():  # a test failed before its end
             close_host(config, open_host(config))
+
+
+@pytest.fixture
+def failures() -> Iterator[list[str]]:
+    """Failpoints at which something fails, each as often as it is listed."""
+    wanted: list[str] = []
+
+    def fail(name: str) -> None:
+        if name in wanted:
+            wanted.remove(name)
+            raise error_at(name)
+
+    set_hook(fail)
+    yield wanted
+    set_hook(None)
 
 
 class World:
@@ -179,6 +195,38 @@ async def test_engine_that_can_not_be_parked_is_ended(directory: Path) -> None:
         assert not alive(process)
         assert await here.states() == [SlotState.FREE] * 2
         assert here.metrics.value("parks_total", outcome="failed") == 1
+
+
+@asyncio_test
+async def test_engine_that_can_be_neither_parked_nor_ended_may_be_ended_later(
+    directory: Path, failures: list[str]
+) -> None:
+    async with world(deployment(directory)) as here:
+        first = await here.start()
+        failures += ["agent.before_detach", "agent.before_end", "agent.before_end"]
+        with pytest.raises(EngineError, match=r"agent\.before_end"):
+            await here.park(first)
+        with pytest.raises(EngineError, match=r"agent\.before_end"):
+            await here.client.stop_engine(0, first.incarnation)
+        assert await here.states() == [SlotState.ENDING, SlotState.FREE]
+        await here.client.stop_engine(0, first.incarnation)
+        assert await here.states() == [SlotState.FREE, SlotState.FREE]
+        assert (await here.start()).tier is Tier.COLD
+
+
+@asyncio_test
+async def test_parked_engine_that_could_not_be_ended_is_in_nobodys_way(
+    directory: Path, failures: list[str]
+) -> None:
+    async with world(deployment(directory)) as here:
+        first = await here.start()
+        assert await here.park(first) == ""
+        failures += ["agent.before_end"]
+        with pytest.raises(EngineError, match=r"agent\.before_end"):
+            await here.client.evict(0)
+        again = await here.start()
+        assert again.tier is Tier.COLD
+        assert not Path(f"/proc/{first.pid}").exists()
 
 
 @asyncio_test
