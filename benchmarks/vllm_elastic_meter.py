@@ -1,20 +1,10 @@
-"""Streaming clients of a vLLM group, and what they saw: gaps between tokens, failures, first
-tokens. Pure but for the clients."""
+"""What streaming clients of a vLLM group saw: gaps between tokens, failures, first tokens. Pure."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, pairwise
-from typing import Any
-
-import aiohttp
-
-_TIMEOUT_S = 120.0
+from itertools import pairwise
 
 
 @dataclass
@@ -27,6 +17,15 @@ class Stream:
     error: str = ""
     complete: bool = False
     """All of its tokens came."""
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    moved: int | None = None
+    """How many tokens it had when it was moved to another rank, which is now `rank`."""
+
+    def gaps(self) -> Iterator[tuple[float, float, bool]]:
+        """Its gaps: seconds, when it began, whether it is that of its move."""
+        for number, (a, b) in enumerate(pairwise(self.tokens_s), 1):
+            yield b - a, a, number == self.moved
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,8 @@ class Seen:
     longest_gap_at_s: float
     """From the beginning of the window to the beginning of that gap."""
     longest_gap_by_rank_s: dict[int, float]
+    moved_gap_max_s: float | None
+    """Of those who were moved to another rank meanwhile; they are in none of the other gaps."""
     all_silent_s: float
     """The longest time without a token of any stream: what other benchmarks call the gap."""
     first_token_p50_s: float
@@ -51,12 +52,14 @@ def seen(streams: Sequence[Stream], since_s: float, until_s: float) -> Seen:
     """What happened between two readings of time.monotonic(). A gap counts if any of it lies
     inside."""
     under_way = [s for s in streams if s.began_s < until_s and _end_s(s) > since_s]
-    gaps = [
-        (b - a, a, s.rank)
+    all_gaps = [
+        (gap_s, a, s.rank, moved)
         for s in under_way
-        for a, b in pairwise(s.tokens_s)
-        if b > since_s and a < until_s
+        for gap_s, a, moved in s.gaps()
+        if a + gap_s > since_s and a < until_s
     ]
+    gaps = [gap[:3] for gap in all_gaps if not gap[3]]
+    moved_s = [gap[0] for gap in all_gaps if gap[3]]
     # Who waits still has a gap, too, up to now.
     waiting = [s for s in under_way if s.tokens_s and not (s.complete or s.error)]
     gaps += [
@@ -79,120 +82,19 @@ def seen(streams: Sequence[Stream], since_s: float, until_s: float) -> Seen:
         longest_gap_s=round(longest[0], 4),
         longest_gap_at_s=round(longest[1] - since_s, 4),
         longest_gap_by_rank_s=by_rank,
+        moved_gap_max_s=round(max(moved_s), 4) if moved_s else None,
         all_silent_s=round(max(silent, default=0.0), 4),
         first_token_p50_s=round(first[len(first) // 2], 4) if first else 0.0,
         errors=sorted({s.error for s in failed})[:5],
     )
 
 
+def silent_s(streams: Sequence[Stream], rank: int, since_s: float, until_s: float) -> float:
+    """The longest time in which no stream at `rank` had a token; all of it if none had any."""
+    came = sorted(t for s in streams if s.rank == rank for t in s.tokens_s)
+    inside = [since_s, *(t for t in came if since_s < t < until_s), until_s]
+    return max(b - a for a, b in pairwise(inside))
+
+
 def _end_s(stream: Stream) -> float:
     return stream.tokens_s[-1] if stream.complete else float("inf")
-
-
-class Clients:
-    """Clients that stream one request after the other, each at its own rank, until stopped."""
-
-    def __init__(self, url: Callable[[int, str], str], model: str, *, tokens: int) -> None:
-        self._url = url
-        self._model = model
-        self._tokens = tokens
-        self._tasks: list[asyncio.Task[None]] = []
-        self.streams: list[Stream] = []
-
-    def start(self, ranks: Sequence[int], each: int) -> None:
-        """`each` more clients at every one of `ranks`."""
-        for rank in ranks:
-            self._tasks += [asyncio.create_task(self._run(rank, n)) for n in range(each)]
-
-    async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
-
-    async def _run(self, rank: int, client: int) -> None:
-        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            for number in count():
-                stream = Stream(rank, time.monotonic())
-                self.streams.append(stream)
-                prompt = [5, 6, 7, 8, 9 + client, 10 + number % 100]
-                try:
-                    await self._one(session, stream, prompt)
-                except (aiohttp.ClientError, TimeoutError) as exc:
-                    stream.error = repr(exc)[:200]
-                if stream.error:
-                    await asyncio.sleep(0.1)
-
-    async def _one(self, session: aiohttp.ClientSession, stream: Stream, prompt: list[int]) -> None:
-        body = {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": self._tokens,
-            "temperature": 0,
-            "stream": True,
-            "ignore_eos": True,
-        }
-        async with session.post(self._url(stream.rank, "/v1/completions"), json=body) as response:
-            if response.status != 200:
-                stream.error = f"{response.status} {(await response.text())[:150]}"
-                return
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    if line.startswith(b'data: {"error"'):
-                        stream.error = line[:150].decode(errors="replace")
-                        return
-                    stream.tokens_s.append(time.monotonic())
-        if len(stream.tokens_s) < self._tokens:
-            stream.error = f"ended after {len(stream.tokens_s)} of {self._tokens} tokens"
-        else:
-            stream.complete = True
-
-
-async def first_token_s(
-    post: Callable[[Any], Awaitable[tuple[int, Any]]], model: str
-) -> float | None:
-    """Seconds until a first request of one token was answered; None if it failed."""
-    began_s = time.monotonic()
-    body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 1, "temperature": 0}
-    status, _ = await post(body)
-    return time.monotonic() - began_s if status == 200 else None
-
-
-async def logprobs(
-    post: Callable[[Any], Awaitable[tuple[int, Any]]], model: str, *, prompts: int, tokens: int
-) -> list[list[float]] | None:
-    """Log-probabilities of fixed continuations, greedy; None if a request failed."""
-    found = []
-    for number in range(prompts):
-        body = {
-            "model": model,
-            "prompt": [5, 6, 7, 8, 20 + number],
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": 1,
-        }
-        status, answer = await post(body)
-        if status != 200:
-            return None
-        with suppress(KeyError, IndexError, TypeError):
-            found.append([float(x) for x in answer["choices"][0]["logprobs"]["token_logprobs"]])
-    return found if len(found) == prompts else None
-
-
-def worst_difference(a: list[list[float]] | None, b: list[list[float]] | None) -> float | None:
-    """The largest difference of two sets of log-probabilities; None if one is missing.
-
-    >>> worst_difference([[-1.0, -2.0]], [[-1.0, -2.5]])
-    0.5
-    """
-    if not a or not b:
-        return None
-    pairs = zip(a, b, strict=True)
-    return max(abs(x - y) for left, right in pairs for x, y in zip(left, right, strict=True))
-
-
-def encoded(value: Any) -> str:
-    """As JSON, for a file that is written while the run goes on."""
-    return json.dumps(value, indent=1, default=str) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.snapshot.cuda_process import Cuda
 from dynamo_elastic.snapshot.nvml import Nvml
 from dynamo_elastic.snapshot.park import ParkedReport, park, unpark
-from dynamo_elastic.snapshot.process import identify
+from dynamo_elastic.snapshot.process import ProcessRef, identify
 
 _TIMEOUT_S = 60.0
 _QUIET: dict[str, Any] = {"cuda": {"multicast": 0, "ipc_imports": 0, "managed_bytes": 0}}
@@ -21,16 +22,22 @@ _QUIET: dict[str, Any] = {"cuda": {"multicast": 0, "ipc_imports": 0, "managed_by
 
 
 class Parking:
-    """Process trees of ranks, parked and brought back by the driver."""
+    """Process trees of ranks, parked and brought back by the driver. Who is parked is in a file,
+    for the command that comes next."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         self._driver, self._inventory = Cuda.open(), Nvml.open()
+        self._path = path
         self._parked: dict[int, ParkedReport] = {}
+        if path.exists():
+            said = json.loads(path.read_text())
+            self._parked = {int(rank): parked_report(values) for rank, values in said.items()}
 
     def park(self, pids: Mapping[int, int]) -> dict[Any, Any]:
         """rank -> what parking its tree took, or why it could not be; and what of each GPU is
         in use after that, by whomever."""
         found: dict[Any, Any] = {rank: self._park(rank, pid) for rank, pid in pids.items()}
+        self._save()
         return found | {"gpus": [asdict(gpu) for gpu in self._inventory.gpus()]}
 
     def _park(self, rank: int, pid: int) -> dict[str, Any]:
@@ -53,7 +60,19 @@ class Parking:
         parked = self._parked.pop(rank, None)
         if parked is None:
             return {}
+        self._save()
         return unpark(parked, self._driver, self._inventory, timeout_s=_TIMEOUT_S)
+
+    def _save(self) -> None:
+        said = {rank: asdict(parked) for rank, parked in self._parked.items()}
+        self._path.write_text(json.dumps(said, indent=1) + "\n")
+
+
+def parked_report(values: Mapping[str, Any]) -> ParkedReport:
+    """As it was before asdict() and JSON."""
+    process = ProcessRef(**values["process"])
+    frozen = tuple(ProcessRef(**each) for each in values["frozen"])
+    return ParkedReport(**{**values, "process": process, "frozen": frozen})
 
 
 def _tree(pid: int) -> dict[int, str]:

@@ -192,11 +192,16 @@ class Group:
         except (aiohttp.ClientError, TimeoutError) as exc:
             return 0, repr(exc)
 
+    def send(self, rank: int, number: int) -> None:
+        """A signal to the whole tree of a rank, if it is there."""
+        with suppress(ProcessLookupError, KeyError):
+            os.killpg(self.pids[rank], number)
+
     def end(self, ranks: Sequence[int]) -> None:
         """Kill the trees of these ranks."""
         for rank in ranks:
-            with suppress(ProcessLookupError, KeyError):
-                os.killpg(self.pids.pop(rank), signal.SIGKILL)
+            self.send(rank, signal.SIGKILL)
+            self.pids.pop(rank, None)
         self.save()
 
 

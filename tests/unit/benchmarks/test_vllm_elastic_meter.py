@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import vllm_elastic
 import vllm_elastic_meter as meter
+import vllm_elastic_result as result
+from vllm_elastic_scores import worst_difference
 
 
 def stream(
@@ -62,8 +63,8 @@ def test_nothing_seen_is_no_gap() -> None:
 
 
 def test_the_worst_difference_of_scores() -> None:
-    assert meter.worst_difference([[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-3.25]]) == 0.5
-    assert meter.worst_difference(None, [[-1.0]]) is None
+    assert worst_difference([[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-3.25]]) == 0.5
+    assert worst_difference(None, [[-1.0]]) is None
 
 
 def scaled(**values: Any) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def test_the_result_holds_the_worst_of_each_kind() -> None:
         scaled(**{"from": 4, "to": 2, "ok": False}),
         {"step": "score", "max_abs_err_by_rank": {"0": 0.0, "1": 0.02, "2": None}},
     ]
-    metrics = vllm_elastic.metrics_of(steps)
+    metrics = result.metrics_of(steps)
     assert metrics == {
         "cold_start_s": 100.0,
         "up_failed": 0.0,
@@ -96,13 +97,44 @@ def test_the_result_holds_the_worst_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("joiners", "name"),
+    ("tiers", "name"),
     [
-        ([{"rank": 2, "cold": True}], "up_cold_s"),
-        ([{"rank": 2, "restore": {"unlock": 0.1}}], "up_parked_s"),
-        ([{"rank": 2, "restore": {}}], "up_kept_s"),
-        ([{"rank": 2, "restore": {}}, {"rank": 3, "cold": True}], "up_cold_s"),
+        (["cold"], "up_cold_s"),
+        (["image"], "up_image_s"),
+        (["parked"], "up_parked_s"),
+        (["kept"], "up_kept_s"),
+        (["kept", "cold"], "up_cold_s"),
     ],
 )
-def test_a_result_says_how_its_joiners_came(joiners: list[dict[str, Any]], name: str) -> None:
-    assert vllm_elastic.metrics_of([scaled(joiners=joiners)])[name] == 9.0
+def test_a_result_says_how_its_joiners_came(tiers: list[str], name: str) -> None:
+    joiners = [{"rank": 2 + n, "tier": tier} for n, tier in enumerate(tiers)]
+    assert result.metrics_of([scaled(joiners=joiners)])[name] == 9.0
+
+
+def test_both_engines_are_compared_where_their_ranks_are_alike() -> None:
+    def steps(floor: int, logprob: float) -> list[dict[str, Any]]:
+        return [
+            {"step": "start", "cold_start_s": 1.0, "setup": {"layers": 8, "floor": floor}},
+            {"step": "first score", "logprobs": [[logprob]]},
+        ]
+
+    alike = {"upstream": steps(2, -1.0), "ours": steps(2, -1.25)}
+    assert result.beside_upstream(alike) == {"logprob_upstream_max_abs_err": 0.25}
+    assert result.beside_upstream({"upstream": steps(2, -1.0), "ours": steps(1, -1.0)}) == {}
+    assert result.beside_upstream({"ours": steps(2, -1.0)}) == {}
+
+
+def test_each_fault_has_its_own_numbers() -> None:
+    fault = {
+        "step": "fault", "fault": "joiner-killed-ready", "acted": True, "silent_s": 0.5,
+        "next_ok": True, "seen": {"failed": 0}, "tokens": {"judged": 9, "wrong": 0},
+    }  # fmt: skip
+    worse = fault | {"silent_s": 0.75, "next_ok": False}
+    missed = fault | {"acted": False, "silent_s": 99.0}
+    name = "fault_joiner_killed_ready"
+    assert result.metrics_of([fault, worse, missed]) == {
+        f"{name}_silent_s": 0.75,
+        f"{name}_next_failed": 1.0,
+        f"{name}_requests_failed": 0.0,
+        f"{name}_wrong_tokens": 0.0,
+    }

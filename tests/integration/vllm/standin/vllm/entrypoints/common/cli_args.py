@@ -17,6 +17,8 @@ def make_arg_parser(parser: argparse.ArgumentParser) -> Any:
     ):
         parser.add_argument(f"--{name}")
     parser.add_argument("--data-parallel-rank", type=int)
+    parser.add_argument("--data-parallel-size", type=int)
+    parser.add_argument("--elastic-ep-max-dp-size", type=int)
     # Those before the model: of flags that it does not know, the parser takes the values for it.
     parser.add_argument("--distributed-executor-backend")
     parser.add_argument("--worker-cls")
