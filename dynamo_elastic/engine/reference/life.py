@@ -38,8 +38,10 @@ def live(engine: WarmEngine, attach: Attach) -> None:
     with _identity(attach):
         times_s = [time.monotonic()]
         engine.populate()
+        failpoint("engine.populated")
         times_s.append(time.monotonic())
         prove(engine)
+        failpoint("engine.proven")
         times_s.append(time.monotonic())
         executor = engine.device.executor(engine.model, engine.cache, engine.local)
         times_s.append(time.monotonic())

@@ -129,12 +129,7 @@ _DETOURS: dict[Resize, tuple[tuple[AtFailpoint, str, tuple[str, ...]], ...]] = {
             "slot0",
             ("worker.abort.begin", "worker.abort.end", "engine.abort_epoch"),
         ),
-        # Its image fails it: it is booted.
-        (
-            AtFailpoint("engine.attached", "slot2", Act.KILL),
-            "",
-            ("engine.warm", "memory.before_discard"),
-        ),
+        (AtFailpoint("agent.before_start", "", Act.KILL), "", ("agent.before_adopt",)),
         (AtFailpoint("worker.connect.begin", "slot1", Act.KILL), "slot1", ("worker.resumes",)),
     ),
     Resize.DOWN: (
@@ -154,12 +149,11 @@ _DETOURS: dict[Resize, tuple[tuple[AtFailpoint, str, tuple[str, ...]], ...]] = {
             "",
             ("agent.before_end", "agent.engine_ended"),
         ),
-        (AtFailpoint("agent.before_detach", "", Act.KILL), "", ("agent.before_adopt",)),
     ),
 }
 """A fault that leads to places that are not passed without one, the process, and the places: a
-coordinator, an agent or a shell that takes over, an abort, a boot in place of an image, an engine
-that is not parked, experts that were lost with their rank."""
+coordinator, an agent or a shell that takes over, an abort, an engine that is not parked, experts
+that were lost with their rank."""
 
 _LEFT_OUT = ("engine.status", "coordinator.elected", "scale.before_recover")
 """Passed every moment by every engine, whatever is under way; or not without a fault."""
