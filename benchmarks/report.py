@@ -7,146 +7,20 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from catalog import BENCHMARKS
 from plots import PLOTS, plot
-from results import Result, gpus_of, newest_results
+from questions import QUESTIONS, Question, Results
+from results import gpus_of, newest_results
+from vllm_elastic_plot import draw_ramp
 
 DOCS = Path(__file__).parent.parent / "docs"
 REFERENCE_POINTS = Path(__file__).with_name("reference_points.json")
 NOT_RUN = "not run"
 
-Results = Mapping[str, Result]
 Row = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Ours:
-    """One number of ours and where it is stored."""
-
-    what: str
-    benchmark: str
-    metric: str
-    unit: str = "s"
-
-    def value(self, results: Results) -> float | None:
-        """None if it has not been measured."""
-        metrics = results.get(self.benchmark, {}).get("metrics", {})
-        value = metrics.get(self.metric)
-        return None if value is None else float(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is compared, with those of ours and those of others (ids of reference points)."""
-
-    title: str
-    ours: tuple[Ours, ...]
-    before: tuple[str, ...] = ()
-    published: tuple[str, ...] = ()
-
-
-QUESTIONS = (
-    Question(
-        "How long does a scale-up take?",
-        (
-            Ours("vLLM, joiners from images", "vllm_elastic", "up_image_s"),
-            Ours("vLLM, joiners from parked", "vllm_elastic", "up_parked_s"),
-            Ours("vLLM, 1 -> 2, a joiner that was kept alive", "vllm_elastic", "up_kept_s"),
-            Ours("upstream vLLM, in the same run", "vllm_elastic", "upstream_up_s"),
-            Ours("reference engine, joiners from images", "gpu_scale", "up_image_s"),
-            Ours("reference engine, joiners from parked", "gpu_scale", "up_parked_s"),
-            Ours("reference engine on the CPU, 2 -> 4, from images", "cpu_scale", "up_s"),
-        ),
-        ("vllm031_up_first_s", "vllm031_up_s", "vllm033_up_s", "vllm033_restart_s"),
-        ("vllm_v4_up_s", "vllm_v4_restart_s"),
-    ),
-    Question(
-        "How long does a scale-down take?",
-        (
-            Ours("vLLM, 2 -> 1, the worst (gave up waiting)", "vllm_elastic", "down_s"),
-            Ours("vLLM, 2 -> 1, the first", "vllm_elastic", "first_down_s"),
-            Ours("upstream vLLM, in the same run", "vllm_elastic", "upstream_down_s"),
-            Ours("reference engine", "gpu_scale", "down_s"),
-        ),
-        ("vllm031_down_s", "vllm033_down_s"),
-        ("vllm_v4_down_s",),
-    ),
-    Question(
-        "How long do users wait in between: the longest gap between two tokens of one stream?",
-        (
-            Ours("vLLM, up", "vllm_elastic", "gap_up_s"),
-            Ours("vLLM, down, the worst", "vllm_elastic", "gap_down_s"),
-            Ours("vLLM, down, the first", "vllm_elastic", "first_gap_down_s"),
-            Ours("upstream vLLM, up, in the same run", "vllm_elastic", "upstream_gap_up_s"),
-            Ours("reference engine, up", "gpu_scale", "token_gap_up_max_s"),
-            Ours("reference engine, down", "gpu_scale", "token_gap_down_max_s"),
-            Ours("reference engine, a stream that moves", "gpu_scale", "moved_gap_max_s"),
-            Ours("on the CPU, up and down", "cpu_scale", "token_gap_max_ms", "ms"),
-        ),
-        ("vllm031_gap_up_s", "vllm031_gap_down_s", "vllm033_gap_up_s", "vllm033_gap_down_s"),
-        ("vllm_v4_up_downtime_s", "vllm_v4_down_downtime_s"),
-    ),
-    Question(
-        "How many requests fail?",
-        (
-            Ours("vLLM", "vllm_elastic", "requests_failed", "requests"),
-            Ours("reference engine", "gpu_scale", "requests_failed", "requests"),
-            Ours("on the CPU, 20 cycles", "cpu_scale", "requests_failed", "requests"),
-            Ours("vLLM on the CPU, replicas", "vllm_cpu_replicas", "requests_failed", "requests"),
-            Ours("planner-driven, with kills", "planner_cycle", "requests_failed", "requests"),
-        ),
-        ("vllm031_failed", "vllm033_failed"),
-    ),
-    Question(
-        "How long until one engine is there?",
-        (
-            Ours("a GPU process with graphs, from its image", "snapshot_tiers", "image_restore_s"),
-            Ours("the same, from parked", "snapshot_tiers", "parked_restore_s"),
-            Ours("the same, cold", "snapshot_tiers", "cold_s"),
-            Ours("vLLM on the CPU, from its image", "vllm_cpu_replicas", "ready_restored_s"),
-            Ours("vLLM on the CPU, cold", "vllm_cpu_replicas", "ready_cold_s"),
-            Ours("reference engine on the CPU, from its image", "cpu_scale", "ready_restored_s"),
-            Ours("reference engine on the CPU, cold", "cpu_scale", "ready_cold_s"),
-            Ours("size of a GPU process's image", "snapshot_tiers", "image_bytes", "bytes"),
-        ),
-        ("vllm031_restart_s", "vllm033_restart_s"),
-        (
-            "dynamo_snapshot_s",
-            "dynamo_snapshot_cold_s",
-            "dynamo_snapshot_outside_s",
-            "dynamo_snapshot_image_gib",
-            "modelexpress_ready_s",
-            "modelexpress_cold_s",
-            "foundry_s",
-            "foundry_cold_s",
-        ),
-    ),
-    Question(
-        "How fast are weights, and graphs, in place?",
-        (
-            Ours("weights, GPU to GPU", "gpu_stream", "best_gbps", "GB/s"),
-            Ours("of the copy rate of the same run", "gpu_stream", "best_of_copy", "x"),
-            Ours("rebinding the graphs to a new group", "gpu_rebind", "rebind_s"),
-            Ours("capturing them anew", "gpu_rebind", "recapture_s"),
-        ),
-        (),
-        ("modelexpress_weights_s", "modelexpress_gpu_gbps"),
-    ),
-    Question(
-        "What does the control plane bear?",
-        (
-            Ours("fake ranks", "control_plane", "ranks", "ranks"),
-            Ours("admission of all of them", "control_plane", "admission_s"),
-            Ours("transaction of the commit, p99", "control_plane", "commit_p99_ms", "ms"),
-            Ours("until a rank has heard, p99", "control_plane", "watch_p99_ms", "ms"),
-            Ours("simulation off by", "simulate", "sim_rel_err", "x"),
-        ),
-    ),
-)
 
 
 def told(value: Any, unit: str) -> str:
@@ -212,7 +86,7 @@ def draw(results: Results, points: Mapping[str, Any]) -> list[str]:
             axes.margins(x=0.15)
             axes.set_xlabel("seconds: ours blue, measured before orange, published grey")
         drawn.append(name)
-    return drawn
+    return [*drawn, *draw_ramp(results.get("vllm_elastic", {}))]
 
 
 def _bars(
@@ -261,6 +135,8 @@ def markdown(results: Results, points: Mapping[str, Any], drawn: Sequence[str]) 
         parts.append(f"## {question.title}")
         if f"comparison_{number + 1}" in drawn:
             parts.append(f"![{question.title}](plots/comparison_{number + 1}.svg)")
+        if question.figure in drawn:
+            parts.append(f"![{question.title}](plots/{question.figure}.svg)")
         parts.append(table(HEAD, list(rows_of(question, results, points))))
     parts += ["## What was run, and on what", table(INVENTORY_HEAD, list(inventory(results)))]
     return "\n\n".join(parts) + "\n"
@@ -271,10 +147,10 @@ def page(results: Results, points: Mapping[str, Any], drawn: Sequence[str]) -> s
     body = [f"<p>{html.escape(points['measured_before']['provenance'])} (a).</p>"]
     for number, question in enumerate(QUESTIONS):
         body.append(f"<h2>{html.escape(question.title)}</h2>")
-        name = f"comparison_{number + 1}"
-        if name in drawn:
-            svg = (PLOTS / f"{name}.svg").read_text()
-            body.append(svg[svg.index("<svg") :])
+        for name in (f"comparison_{number + 1}", question.figure):
+            if name in drawn:
+                svg = (PLOTS / f"{name}.svg").read_text()
+                body.append(svg[svg.index("<svg") :])
         body.append(_html_table(HEAD, list(rows_of(question, results, points))))
     body += ["<h2>What was run, and on what</h2>"]
     body.append(_html_table(INVENTORY_HEAD, list(inventory(results))))

@@ -102,7 +102,7 @@ async def read_tokens(stream: Stream, response: aiohttp.ClientResponse) -> None:
             stream.error = line[:150].decode(errors="replace")
             return
         if line.startswith(b"data: {"):
-            choice = json.loads(line[6:])["choices"][0]
-            came = choice.get("token_ids", ())
-            stream.tokens += came
-            stream.tokens_s += [time.monotonic()] * len(came)
+            for choice in json.loads(line[6:])["choices"]:
+                came = choice.get("token_ids") or ()
+                stream.tokens += came
+                stream.tokens_s += [time.monotonic()] * len(came)

@@ -221,7 +221,7 @@ def _last_s(stream: Stream) -> float:
 
 
 def faults_metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By fault, the worst that was seen; and the worst of all."""
+    """By fault, the worst that was seen; and of all of them together."""
     found: dict[str, float] = {}
 
     def worst(name: str, value: float) -> None:
@@ -234,6 +234,10 @@ def faults_metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         worst(f"{name}_silent_s", step["silent_s"])
         worst(f"{name}_next_failed", float(not step["next_ok"]))
         worst(f"{name}_requests_failed", step["seen"]["failed"])
+        found["faults"] = found.get("faults", 0) + 1
+        found["faults_next_failed"] = found.get("faults_next_failed", 0) + (not step["next_ok"])
         if step["tokens"]["judged"]:
-            worst(f"{name}_wrong_tokens", step["tokens"]["wrong"])
+            wrong = step["tokens"]["wrong"]
+            worst(f"{name}_wrong_tokens", wrong)
+            found["faults_wrong_tokens"] = found.get("faults_wrong_tokens", 0) + wrong
     return found

@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import plots
 import pytest
+import questions
 import report
 from catalog import BENCHMARKS, HERE
 from results import RESULTS, all_results, newest_results, problems
+from vllm_elastic_plot import draw_ramp
 
 POINTS: dict[str, Any] = json.loads(report.REFERENCE_POINTS.read_text())
 
@@ -59,7 +62,7 @@ def test_each_benchmark_says_what_it_shows() -> None:
 
 
 def test_what_was_not_measured_is_shown_as_that() -> None:
-    for question in report.QUESTIONS:
+    for question in questions.QUESTIONS:
         rows = list(report.rows_of(question, {}, POINTS))
         assert [row[1] for row in rows[: len(question.ours)]] == [report.NOT_RUN] * len(
             question.ours
@@ -68,7 +71,7 @@ def test_what_was_not_measured_is_shown_as_that() -> None:
 
 
 def test_ours_is_never_mixed_with_what_others_published() -> None:
-    for question in report.QUESTIONS:
+    for question in questions.QUESTIONS:
         for what, number, _, source in report.rows_of(question, newest_results(), POINTS):
             ours = what.startswith("**ours**")
             published = number.endswith("(published)")
@@ -90,3 +93,20 @@ def test_the_command_knows_its_benchmarks() -> None:
     wrong = run("run", "nothing")
     assert wrong.returncode == 2
     assert "there is no benchmark 'nothing'; there are cpu_scale" in wrong.stderr
+
+
+def test_a_ramp_is_drawn_once_it_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots, "PLOTS", tmp_path)
+    ramp = {
+        "step": "ramp", "mode": "scaled", "trace_s": 60.0, "window_s": 15.0,
+        "change": {"until_s": 34.0}, "p95_s": [[15.0, 0.1], [20.0, 0.2]],
+    }  # fmt: skip
+    empty = ramp | {"mode": "small", "p95_s": []}
+    result = {"detail": {"about": "a run", "upstream": [{"step": "start"}], "ours": [ramp, empty]}}
+    assert draw_ramp(result) == ["vllm_elastic_ramp"]
+    drawn = (tmp_path / "vllm_elastic_ramp.svg").read_text()
+    assert "scaled up in the middle" in drawn
+    assert "small group" not in drawn
+    assert draw_ramp({}) == []

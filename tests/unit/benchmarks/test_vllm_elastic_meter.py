@@ -137,4 +137,7 @@ def test_each_fault_has_its_own_numbers() -> None:
         f"{name}_next_failed": 1.0,
         f"{name}_requests_failed": 0.0,
         f"{name}_wrong_tokens": 0.0,
+        "faults": 2,
+        "faults_next_failed": 1,
+        "faults_wrong_tokens": 0,
     }
