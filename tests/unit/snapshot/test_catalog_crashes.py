@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_elastic.errors import SnapshotNotFound
+from dynamo_elastic.errors import SnapshotDamaged, SnapshotNotFound
 from dynamo_elastic.failpoints import KILL_AT
 from dynamo_elastic.snapshot.archive import export_image, import_image
 from dynamo_elastic.snapshot.catalog import Catalog
@@ -22,7 +22,7 @@ ACT = """
 import sys
 from pathlib import Path
 from dynamo_elastic.failpoints import arm_from_environment
-from dynamo_elastic.snapshot.archive import import_image
+from dynamo_elastic.snapshot.archive import export_image, import_image
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.prune import Bounds, Judgement, prune
 from dynamo_elastic.testing.snapshots import publish_image
@@ -38,6 +38,7 @@ ACTS = {
     "remove": "catalog.remove('slot0-old')",
     "prune": "prune(catalog, Bounds(1, 1, 1e9), lambda m: Judgement(True, ''))",
     "import": "import_image(catalog, archive)",
+    "export": "export_image(catalog, 'slot0-old', archive.with_name('half.tar'))",
 }
 POINTS = [
     ("publish", "catalog.publish.begin"),
@@ -86,6 +87,13 @@ def run(act: str, catalog: Catalog, point: str) -> int:
         check=False,
         timeout=60,
     ).returncode
+
+
+def test_what_a_killed_export_leaves_is_not_taken(catalog: Catalog) -> None:
+    assert run("export", catalog, "catalog.export.before_file") == -signal.SIGKILL
+    assert set(catalog.entries()) == BEFORE
+    with pytest.raises(SnapshotDamaged):
+        import_image(Catalog(catalog.root.parent / "other"), catalog.root.parent / "half.tar")
 
 
 @pytest.mark.parametrize(("act", "point"), POINTS)
