@@ -4,8 +4,9 @@
     python benchmarks/vllm_elastic_alone.py run --run-id B --layers 2 --keep-weights
 
 Boots a rank of a group of two without the group, takes its image, ends it, and restores it twice.
-Each time its memory is mapped, an expert buffer made, its graphs are rebound, and it generates.
-With `--keep-weights` they are in the image, and it must generate what it did before. As root.
+Each time its memory is mapped, an expert buffer made, its graphs are rebound, and it generates;
+then it lets go, is parked and brought back, and does the same again. With `--keep-weights` they are
+in the image, and it must generate what it did before. As root.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +28,27 @@ _RANK = "rank"
 
 
 async def _live(control_dir: Path, argv: list[str], began_s: float) -> None:
-    """The rank's own process: from its boot to its answer in its next life."""
+    """The rank's own process: from its boot on it waits for an identity, answers, and lets go,
+    again and again."""
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 
     from dynamo_elastic.engine.vllm.replica import Replica
-    from dynamo_elastic.engine.vllm.v0_33.front import live_detached
+    from dynamo_elastic.engine.vllm.v0_33.front import live_detached, rest
     from dynamo_elastic.engine.vllm.v0_33.serve import parsed_flags
 
     async with build_async_engine_client(parsed_flags(argv)) as engine:
         await live_detached(engine, control_dir, began_s)
-        since_s = time.monotonic()
-        (said,) = await engine.collective_rpc("elastic_ep_execute", args=("rehearse",))
-        tokens = await Replica(engine, control_dir).probe(timeout_s=_TIMEOUT_S)
-        alive_s = round(time.monotonic() - since_s, 3)
-        answer = {"rehearsed": said, "tokens": list(tokens), "alive_s": alive_s}
-        partial = control_dir / f"{_ANSWER}.partial"
-        partial.write_text(json.dumps(answer))
-        partial.rename(control_dir / _ANSWER)
-        await asyncio.sleep(_TIMEOUT_S)  # until it is ended
+        while True:
+            since_s = time.monotonic()
+            (said,) = await engine.collective_rpc("elastic_ep_execute", args=("rehearse",))
+            tokens = await Replica(engine, control_dir).probe(timeout_s=_TIMEOUT_S)
+            alive_s = round(time.monotonic() - since_s, 3)
+            left = await engine.engine_core.call_utility_async("detach_elastic_ep")
+            answer = {"rehearsed": said, "tokens": list(tokens), "alive_s": alive_s, "left": left}
+            partial = control_dir / f"{_ANSWER}.partial"
+            partial.write_text(json.dumps(answer))
+            partial.rename(control_dir / _ANSWER)
+            await rest(engine, control_dir, began_s)
 
 
 def _be_rank(control_dir: str, argv: list[str]) -> None:
@@ -57,47 +62,96 @@ def _be_rank(control_dir: str, argv: list[str]) -> None:
     asyncio.run(_live(Path(control_dir), [*elastic_flags(), *argv, *own], began_s))
 
 
+_SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+_WAYS: tuple[tuple[str, dict[str, str], bool], ...] = (
+    ("as it is", {}, False),
+    ("each process starts anew", _SPAWN, False),
+    ("each process starts anew, and only those with devices are frozen", _SPAWN, True),
+)
+"""Ways to make the image, tried in turn until it lives: name, environment, and whether a process
+without the driver's devices is on no GPU, whatever the driver says."""
+
+
 def run(arguments: argparse.Namespace) -> None:
     """All of it; prints a line of JSON after each step. Nothing is left of it."""
-    from vllm_elastic_images import imaging, say
+    from vllm_elastic_images import imaging, say, with_devices_only
     from vllm_elastic_ranks import IMAGED, OURS, Group, Setup, write_shape
 
     folder = (arguments.work / arguments.run_id).absolute()
-    environment = {_KEEP: "1"} if arguments.keep_weights else {}
-    setup = Setup(
-        OURS, arguments.layers, 1, 2, arguments.port, 1, arguments.flags, 1, IMAGED, environment
-    )
+    kept = {_KEEP: "1"} if arguments.keep_weights else {}
+    setup = Setup(OURS, arguments.layers, 1, 2, arguments.port, 1, arguments.flags, 1, IMAGED)
     with imaging(folder) as made:
         write_shape(folder / "model", arguments.layers)
         made.program = (str(Path(__file__).absolute()), _RANK)
         group = Group(setup, folder, 1)
-        image = made.image_of(group, 1)
-        say("image", **image)
-        for number in range(arguments.lives):
-            found = _one_life(made, group)
-            same = found.get("tokens") == image["engine"]["probe"]
-            kept = arguments.keep_weights
-            say("life", number=number, same_tokens=same, keeps_weights=kept, **found)
-            group.end([1])
+        for way, environment, strict in _WAYS:
+            group.setup.environment = kept | environment
+            if strict:
+                made.images = with_devices_only(made.images)
+            try:
+                image = made.image_of(group, 1)
+            except SystemExit as exc:
+                say("no image", way=way, why=str(exc))
+                continue
+            say("image", way=way, keeps_weights=bool(kept), **image)
+            if all(_lives(made, group, image["engine"]["probe"], arguments.lives)):
+                return
+            made.forget(1)
+    raise SystemExit("no rank came back from its image")
 
 
-def _one_life(made: Any, group: Any) -> dict[str, Any]:
+def _lives(made: Any, group: Any, probe: list[int], count: int) -> Iterator[bool]:
+    """Whether the first steps of each life went well."""
+    from vllm_elastic_images import say
+
+    for number in range(count):
+        went = True
+        for step in _life(made, group):
+            same = step.get("tokens") == probe
+            say("life", number=number, same_tokens=same, **step)
+            went = went and "failed" not in step
+        if 1 in group.pids:
+            made.end(group, 1)
+        yield went
+
+
+def _life(made: Any, group: Any) -> Iterator[dict[str, Any]]:
+    """From the image until it has let go; then parked, and back."""
+    from vllm_elastic_images import parked_and_back
+
     from dynamo_elastic.errors import ElasticError
     from dynamo_elastic.snapshot.process import identify
 
-    answer = made.control_dir(1) / _ANSWER
-    answer.unlink(missing_ok=True)
+    step: dict[str, Any] = {"after": "its image"}
     try:
-        found: dict[str, Any] = made.wake(group, 1)
+        step |= made.wake(group, 1)
+        yield step | _answer(made, group)
+        step = {"after": "parking"}
+        process = identify(group.pids[1])
+        if process is not None:
+            step |= parked_and_back(process, made.images.gpu)
+            made.identify(group, 1)
+            yield step | _answer(made, group)
     except ElasticError as exc:
-        return {"failed": f"{type(exc).__name__}: {exc}"[:4000], "log": made.log_tails()}
+        yield step | {"failed": f"{type(exc).__name__}: {exc}"[:4000], "log": made.log_tails()}
+
+
+def _answer(made: Any, group: Any) -> dict[str, Any]:
+    """What the rank said of its new life; it has let go then. Raises EngineError."""
+    from dynamo_elastic.engine.base import DETACHED_FILE
+    from dynamo_elastic.errors import EngineError
+    from dynamo_elastic.snapshot.process import identify
+
+    answer, detached = (made.control_dir(1) / name for name in (_ANSWER, DETACHED_FILE))
     deadline_s = time.monotonic() + _TIMEOUT_S
-    while not answer.exists():
+    while not (answer.exists() and detached.exists()):
         if identify(group.pids[1]) is None or time.monotonic() > deadline_s:
-            return found | {"failed": "it did not answer", "log": made.log_tails()}
+            raise EngineError("it did not answer")
         time.sleep(0.01)
     said: dict[str, Any] = json.loads(answer.read_text())
-    return found | said
+    answer.unlink()
+    detached.unlink()
+    return said
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from vllm_elastic_ranks import Group
 
 from dynamo_elastic.engine.vllm.elastic.flags import detached_environment
 from dynamo_elastic.errors import ElasticError, EngineError
-from dynamo_elastic.snapshot.base import BOOT_LOG, TakePhase, first_pid
+from dynamo_elastic.snapshot.base import BOOT_LOG, CudaDriver, CudaState, TakePhase, first_pid
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.criu import Criu
 from dynamo_elastic.snapshot.cuda_findings import holder_findings
@@ -30,10 +30,12 @@ from dynamo_elastic.snapshot.gpu import Gpu, open_gpu
 from dynamo_elastic.snapshot.inspect_process import Allowed, quiescence_findings
 from dynamo_elastic.snapshot.manifest import Manifest
 from dynamo_elastic.snapshot.namespace import PidNamespace, temporary_namespace
+from dynamo_elastic.snapshot.park import park, unpark
 from dynamo_elastic.snapshot.process import (
     PROC,
     ProcessRef,
     identify,
+    kill_tree,
     namespace_pid,
     tree_of,
 )
@@ -41,6 +43,8 @@ from dynamo_elastic.testing.rank_images import LOG, RankImages, attach
 
 _BOOT_TIMEOUT_S = 280.0
 _WAKE_TIMEOUT_S = 30.0
+_PARK_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 20.0
 _MOST_RANKS, _SLOTS_EACH = 4, 4
 _QUIET = {"cuda": {"multicast": 0, "ipc_imports": 0, "managed_bytes": 0}}
 _SERVE = "dynamo_elastic.engine.vllm.v0_33.serve"
@@ -108,13 +112,27 @@ class Imaging:
         restored_s = time.monotonic() - began_s
         group.pids[rank] = restored.process.pid
         group.save()
-        attach(control_dir, control_dir, group.setup.environment)
+        self.identify(group, rank)
         parts = {name: round(s, 3) for name, s in restored.timings_s.items()}
         return {
             "image_id": manifest.image_id,
             "restored_s": round(restored_s, 3),
             "parts": parts,
         }
+
+    def identify(self, group: Group, rank: int) -> None:
+        """`rank` has an identity of its own."""
+        control_dir = self.control_dir(rank)
+        attach(control_dir, control_dir, group.setup.environment)
+
+    def end(self, group: Group, rank: int) -> None:
+        """Nothing of `rank` runs any more, so that its pids are free. Raises EngineError."""
+        kill_tree(group.pids.pop(rank), timeout_s=_END_TIMEOUT_S)
+        group.save()
+
+    def forget(self, rank: int) -> None:
+        """The image of `rank` is no good."""
+        self._manifests.pop(rank, None)
 
     def _wait_port(self, group: Group, rank: int) -> None:
         port, deadline_s = group.setup.port + rank, time.monotonic() + _WAKE_TIMEOUT_S
@@ -154,6 +172,29 @@ def imaging(folder: Path) -> Iterator[Imaging]:
     with temporary_namespace({}) as namespace:
         namespace.guard_pids(first_pid(_SLOTS_EACH * _MOST_RANKS + _SLOTS_EACH))
         yield Imaging(images, namespace, folder)
+
+
+class _WithDevices:
+    """A driver to which processes that run and have no device of it open are on no GPU."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def holds_cuda(self, pid: int) -> bool:
+        if not self._driver.holds_cuda(pid):
+            return False
+        files = [str(fd.readlink()) for fd in (PROC / str(pid) / "fd").iterdir()]
+        runs = self._driver.state(pid) is CudaState.RUNNING
+        return not runs or any(path.startswith("/dev/nvidia") for path in files)
+
+
+def with_devices_only(images: RankImages) -> RankImages:
+    """The same, with another notion of which processes are on a GPU."""
+    driver: Any = _WithDevices(images.gpu.driver)
+    return replace(images, gpu=Gpu(driver, images.gpu.inventory))
 
 
 class _Watch:
@@ -213,6 +254,25 @@ class _Watch:
             self._file.seek(0)
             self._log.write_bytes(self._file.read())
             self._file.close()
+
+
+def parked_and_back(process: ProcessRef, gpu: Gpu) -> dict[str, Any]:
+    """Seconds that it took to park the tree of `process` and to bring it back, and what it held.
+    Raises ElasticError."""
+    began_s = time.monotonic()
+    parked = park(process, gpu.driver, gpu.inventory, engine=_QUIET, timeout_s=_PARK_TIMEOUT_S)
+    parked_s = time.monotonic() - began_s
+    free = {info.index: info.free_bytes for info in gpu.inventory.gpus()}
+    began_s = time.monotonic()
+    back = unpark(parked, gpu.driver, gpu.inventory, timeout_s=_PARK_TIMEOUT_S)
+    return {
+        "park_s": round(parked_s, 3),
+        "unpark_s": round(time.monotonic() - began_s, 3),
+        "park_parts": parked.timings_s,
+        "unpark_parts": back,
+        "parked_host_bytes": parked.host_bytes,
+        "free_bytes_parked": free,
+    }
 
 
 def _held(pid: int) -> dict[str, Any]:

@@ -20,9 +20,7 @@ from typing import Any
 from dynamo_elastic.errors import EngineError
 
 SHARED_MEMORY = Path("/dev/shm")
-_DEVICES = "/dev/nvidia"
-"""How all names of the driver's devices begin; CUDA's own one goes on with -uvm."""
-_MOST_HOLDERS = 64
+_MOST_HOLDERS = 1 << 16
 _POLL_S = 0.01
 
 
@@ -73,10 +71,10 @@ def _open_files() -> dict[int, str]:
 
 
 def release_process() -> None:
-    """What any process of an engine lets go of: log files, the driver's devices that are not
-    CUDA's, and memory that it does not use."""
+    """What any process of an engine lets go of: log files, NVML, and memory that it does not
+    use. CUDA's own devices stay, and the driver's checkpoint closes them."""
     close_log_files()
-    release_driver()
+    shut_nvml()
     trim()
 
 
@@ -89,32 +87,24 @@ def trim() -> None:
 def close_log_files() -> int:
     """No log file of Python's own logging is open; how many were. Each is opened again by the next
     line that goes there: FlashInfer has one in its cache, which an image would hold by its path."""
-    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
-    handlers = [h for logger in loggers for h in getattr(logger, "handlers", ())]
-    files = {h for h in handlers if isinstance(h, logging.FileHandler) and h.stream is not None}
+    # Not by way of the loggers: FlashInfer's is not among those that logging knows.
+    handlers = [reference() for reference in logging._handlerList]  # type: ignore[attr-defined]
+    files = [h for h in handlers if isinstance(h, logging.FileHandler) and h.stream is not None]
     for handler in files:
         handler.close()
     return len(files)
 
 
-def release_driver(nvml: Any = None, devices: str = _DEVICES) -> int:
-    """NVML holds no device of the driver in this process; returns how many it left open, and we
-    closed. torch opens it to count GPUs and never shuts it down, in every process of an engine; no
-    image can hold its devices, and whoever needs it opens it again. Those of CUDA itself stay: the
-    driver's checkpoint closes them."""
+def shut_nvml(nvml: Any = None) -> int:
+    """NVML holds no device of the driver in this process; returns how often it was open. torch
+    opens it to count GPUs and never shuts it down. No image can hold its devices, and a child that
+    was forked meanwhile has them too and can't close them: so before each fork, and at the end.
+    Whoever needs it opens it again."""
     library = nvml or _nvml()
-    if library is None:
-        return 0
-    for _ in range(_MOST_HOLDERS):  # it counts who has opened it
-        if library.nvmlShutdown() != 0:
-            break
-    files = _open_files()
-    if f"{devices}-uvm" in files.values():
-        return 0
-    left = [number for number, path in files.items() if path.startswith(devices)]
-    for descriptor in left:
-        os.close(descriptor)
-    return len(left)
+    count = 0
+    while library is not None and count < _MOST_HOLDERS and library.nvmlShutdown() == 0:
+        count += 1
+    return count
 
 
 def _nvml() -> Any:

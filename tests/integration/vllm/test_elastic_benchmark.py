@@ -125,6 +125,26 @@ def test_joiners_come_from_an_image_beside_a_group_that_serves(work: Path) -> No
 
 
 @slow
+@pytest.mark.root
+@pytest.mark.criu
+@pytest.mark.timeout(200)
+def test_one_rank_alone_lives_twice_from_its_image(work: Path) -> None:
+    script = BENCHMARK.with_name("vllm_elastic_alone.py")
+    words = ["run", "--run-id", "t", "--work", str(work), "--layers", "1"]
+    done = subprocess.run(
+        [sys.executable, str(script), *words],
+        env=os.environ | {"PYTHONPATH": f"{STANDIN}:{ROOT}"},
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [step["step"] for step in said] == ["image", *["life"] * 4], done.stderr[-3000:]
+    assert [life["after"] for life in said[1:]] == ["its image", "parking"] * 2
+    assert all(life["same_tokens"] and "failed" not in life for life in said[1:])
+    assert said[1]["rehearsed"] == {"called": "elastic_ep_execute"}
+    assert said[0]["engine"]["probe"] == list(range(8))
+
+
+@slow
 @pytest.mark.timeout(400)
 def test_commands_go_on_where_the_last_one_ended(work: Path) -> None:
     port = str(free_ports(4))

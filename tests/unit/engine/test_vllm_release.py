@@ -14,7 +14,7 @@ import pytest
 from dynamo_elastic.engine.vllm.release import (
     close_log_files,
     processes_of_session,
-    release_driver,
+    shut_nvml,
     unlink_sockets,
     wait_no_tcp,
 )
@@ -104,29 +104,15 @@ class Nvml:
         return 0
 
 
-def test_nvml_is_shut_down_for_all_who_opened_it(tmp_path: Path) -> None:
-    nvml, left = Nvml(3), tmp_path / "nvidiactl"
-    left.touch()
-    opened = os.open(left, os.O_RDONLY)
-    assert release_driver(nvml, str(tmp_path / "nvidia")) == 1
-    assert nvml.holders == 0
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(opened)
-
-
-def test_a_process_with_cuda_keeps_the_devices_of_its_driver(tmp_path: Path) -> None:
-    nvml, prefix = Nvml(1), str(tmp_path / "nvidia")
-    paths = [Path(f"{prefix}{name}") for name in ("-uvm", "ctl")]
-    for path in paths:
-        path.touch()
-    with paths[0].open(), paths[1].open() as control:
-        assert release_driver(nvml, prefix) == 0
-        assert nvml.holders == 0
-        os.fstat(control.fileno())
+def test_nvml_is_shut_down_for_all_who_opened_it() -> None:
+    nvml = Nvml(3)
+    assert shut_nvml(nvml) == 3
+    assert shut_nvml(nvml) == 0
 
 
 def test_a_log_file_is_closed_and_opened_again_by_its_next_line(tmp_path: Path) -> None:
-    path, logger = tmp_path / "jit.log", logging.getLogger("test.of.release")
+    path = tmp_path / "jit.log"
+    logger = logging.Logger("as FlashInfer makes its own")  # noqa: LOG001 - that is the case
     logger.addHandler(logging.FileHandler(path))
     try:
         logger.warning("before")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -56,13 +57,17 @@ def install() -> None:
 
     module: Any = importlib.import_module("nixl_ep")
 
+    def fresh() -> AbstractContextManager[None]:
+        return fresh_blocks(DriverHeap(torch.cuda.current_device()))
+
     class ElasticBuffer(module.Buffer):  # type: ignore[misc]
+        # vLLM calls the two one after the other, and both allocate what peers open.
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            with fresh_blocks(DriverHeap(torch.cuda.current_device())):
+            with fresh():
                 super().__init__(*args, **{**kwargs, "explicitly_destroy": True})
 
         def update_memory_buffers(self, *args: Any, **kwargs: Any) -> None:
-            with fresh_blocks(DriverHeap(torch.cuda.current_device())):
+            with fresh():
                 super().update_memory_buffers(*args, **kwargs)
 
     if module.Buffer.__name__ != ElasticBuffer.__name__:

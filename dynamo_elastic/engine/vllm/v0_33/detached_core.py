@@ -74,7 +74,8 @@ class DetachedEngineCore(ElasticEngineCore):
 
     def detach_elastic_ep(self) -> dict[str, Any]:
         """Nothing that a peer would know of, no weights and no KV cache are left. Says what is
-        left. A utility call, once, before the rank is parked or an image is made."""
+        left. A utility call, before the rank is parked or an image is made."""
+        self._forget_keys()
         (said,) = self.model_executor.collective_rpc(EXECUTE, args=("detach",))
         facts: dict[str, Any] = said
         return facts

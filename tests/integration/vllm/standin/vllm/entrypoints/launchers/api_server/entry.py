@@ -26,8 +26,8 @@ class Engine:
     async def call_utility_async(self, method: str, *_: Any) -> Any:
         return {"called": method}
 
-    async def collective_rpc(self, *_: Any, **__: Any) -> list[Any]:
-        return []
+    async def collective_rpc(self, method: str, **_: Any) -> list[Any]:
+        return [{"called": method}]
 
     async def generate(self, *_: Any) -> AsyncIterator[Any]:
         yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=list(range(8)))])
