@@ -33,6 +33,7 @@ from dynamo_elastic.config_sections import (
     Section,
     SnapshotConfig,
     VllmEngineConfig,
+    VllmGroupConfig,
     WorkersConfig,
 )
 from dynamo_elastic.config_sources import (
@@ -113,7 +114,7 @@ class DeploymentConfig(Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> DeploymentConfig:
-        faults = [*_port_faults(self), *_gpu_faults(self)]
+        faults = [*_port_faults(self), *_gpu_faults(self), *_group_faults(self)]
         if faults:
             raise CrossFaults(faults)
         return self
@@ -135,6 +136,8 @@ def _port_faults(config: DeploymentConfig) -> list[str]:
         used["coordinator.metrics_port"] = config.coordinator.metrics_port
     if config.etcd.start:
         used |= {"etcd.port": config.etcd.port, "etcd.peer_port": config.etcd.peer_port}
+    if isinstance(config.engine, VllmGroupConfig):
+        used["engine.rpc_port"] = config.engine.rpc_port
     for slot in range(config.scale.max_ranks):
         if config.metrics_port(slot):
             used[f"workers.metrics_port (slot {slot})"] = config.metrics_port(slot)
@@ -156,6 +159,12 @@ def _port_faults(config: DeploymentConfig) -> list[str]:
             "that Dynamo takes; choose a lower one"
         )
     return faults
+
+
+def _group_faults(config: DeploymentConfig) -> list[str]:
+    if isinstance(config.engine, VllmGroupConfig) and config.scale.initial_ranks < 2:
+        return ["scale.initial_ranks: vLLM starts no group that shares experts below 2; set 2"]
+    return []
 
 
 def _gpu_faults(config: DeploymentConfig) -> list[str]:
@@ -225,10 +234,20 @@ def parse_config(raw: dict[str, Any]) -> DeploymentConfig:
 def engine_shape(config: DeploymentConfig, num_experts: int) -> EngineShape:
     """Shape of the deployment's engines. Raises ConfigError if its widths can't hold the model."""
     if isinstance(config.engine, VllmEngineConfig):
+        # vLLM places experts itself; our plans name none.
         shape = EngineShape(num_experts=0, slots_per_rank=0)
     else:
         shape = EngineShape(num_experts, config.engine.slots_per_rank)
     reason = refusal(config.scale.initial_ranks, shape, config.scale.limits, config.scale.max_ranks)
     if reason is not None:
         raise ConfigError([f"scale.initial_ranks: {reason}"])
+    if isinstance(config.engine, VllmGroupConfig):
+        held = config.scale.min_ranks * config.engine.slots_per_rank
+        if held < num_experts:
+            raise ConfigError(
+                [
+                    f"scale.min_ranks: {config.scale.min_ranks} ranks hold {held} experts "
+                    f"(engine.slots_per_rank), the model has {num_experts}; raise one of them"
+                ]
+            )
     return shape

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from dynamo_elastic.config_resolve import CrossFaults
 from dynamo_elastic.topology import ScaleLimits
-from dynamo_elastic.vllm_flags import flag_faults
+from dynamo_elastic.vllm_flags import OWN, OWN_OF_GROUP, flag_faults, flag_of
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -60,11 +60,15 @@ class EngineConfig(Section):
     """A peer that is silent for so long in a step is masked."""
 
 
+KV_CACHE_FLAG = "--kv-cache-memory-bytes"
+
+
 class VllmEngineConfig(Section):
     """vLLM under Dynamo's own worker, `dynamo.vllm`: a whole model on every rank."""
 
     kind: Literal["vllm"] = "vllm"
-    """Which engine: our small reference model, or vLLM under Dynamo's own worker."""
+    """Which engine: our small reference model, or vLLM under Dynamo's own worker, with a whole
+    model on every rank or with experts that the ranks share (`vllm-elastic`)."""
     python: Path | None = None
     """Interpreter of the environment that has vLLM and ai-dynamo; null for this one."""
     args: str = ""
@@ -77,12 +81,32 @@ class VllmEngineConfig(Section):
     @model_validator(mode="after")
     def _check_args(self) -> VllmEngineConfig:
         try:
-            faults = [f"engine.args: {fault}" for fault in flag_faults(self.argv)]
+            faults = [f"engine.args: {fault}" for fault in self._flag_faults()]
         except ValueError as exc:
             faults = [f"engine.args: {exc}; correct the quotes"]
         if faults:
             raise CrossFaults(faults)
         return self
+
+    def _flag_faults(self) -> list[str]:
+        return flag_faults(self.argv, OWN)
+
+
+class VllmGroupConfig(VllmEngineConfig):
+    """vLLM 0.33 under Dynamo's own worker, its ranks sharing experts over NIXL EP."""
+
+    kind: Literal["vllm-elastic"] = "vllm-elastic"  # type: ignore[assignment]
+    """Which engine: our small reference model, or vLLM under Dynamo's own worker, with a whole
+    model on every rank or with experts that the ranks share (`vllm-elastic`)."""
+    slots_per_rank: int = Field(default=64, ge=1)
+    """Expert slots of a rank. The fewest ranks x slots must hold every expert."""
+    rpc_port: Port = 29600
+    """Where rank 0 answers ranks that join it, on loopback."""
+
+    def _flag_faults(self) -> list[str]:
+        missing = KV_CACHE_FLAG not in map(flag_of, self.argv)
+        remedy = f"{KV_CACHE_FLAG}: a rank that boots without a group can't measure it; give it"
+        return [*flag_faults(self.argv, OWN_OF_GROUP), *([remedy] if missing else [])]
 
 
 def _engine_kind(raw: Any) -> str:
@@ -91,11 +115,13 @@ def _engine_kind(raw: Any) -> str:
 
 
 AnyEngineConfig = Annotated[
-    Annotated[EngineConfig, Tag("reference")] | Annotated[VllmEngineConfig, Tag("vllm")],
+    Annotated[EngineConfig, Tag("reference")]
+    | Annotated[VllmEngineConfig, Tag("vllm")]
+    | Annotated[VllmGroupConfig, Tag("vllm-elastic")],
     Discriminator(
         _engine_kind,
         custom_error_type="engine_kind",
-        custom_error_message="kind must be 'reference' or 'vllm'",
+        custom_error_message="kind must be 'reference', 'vllm' or 'vllm-elastic'",
     ),
 ]
 

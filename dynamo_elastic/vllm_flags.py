@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 OWN: dict[str, str] = {
     "--model": "set model.path",
@@ -46,15 +46,51 @@ SHORT: dict[str, str] = {
     "-dpp": "--data-parallel-rpc-port",
     "-dpr": "--data-parallel-start-rank",
     "-ep": "--enable-expert-parallel",
+    "-pp": "--pipeline-parallel-size",
+    "-tp": "--tensor-parallel-size",
 }
 """vLLM's short forms of them."""
 
+_GROUP = "the group is ours to make, from engine and scale; remove it"
+OWN_OF_GROUP: dict[str, str] = OWN | {
+    "--all2all-backend": "ranks share experts over NIXL EP; remove it",
+    "--data-parallel-address": _GROUP,
+    "--data-parallel-backend": _GROUP,
+    "--data-parallel-external-lb": _GROUP,
+    "--data-parallel-hybrid-lb": _GROUP,
+    "--data-parallel-rank": _GROUP,
+    "--data-parallel-rpc-port": "set engine.rpc_port",
+    "--data-parallel-size": "set scale.initial_ranks and scale.max_ranks",
+    "--data-parallel-size-local": _GROUP,
+    "--data-parallel-start-rank": _GROUP,
+    "--distributed-executor-backend": "we have our own there; remove it",
+    "--elastic-ep-max-dp-size": "set scale.max_ranks",
+    "--enable-elastic-ep": "it is on; remove it",
+    "--enable-eplb": "it is on; remove it",
+    "--enable-expert-parallel": "it is on; remove it",
+    "--eplb-config.num-redundant-experts": "set engine.slots_per_rank",
+    "--pipeline-parallel-size": "a rank is one GPU; remove it",
+    "--tensor-parallel-size": "a rank is one GPU; remove it",
+    "--worker-cls": "we have our own there; remove it",
+}
+"""The same for ranks that share experts."""
 
-def flag_faults(argv: Sequence[str]) -> list[str]:
+
+def flag_faults(argv: Sequence[str], own: Mapping[str, str] = OWN) -> list[str]:
     """Why these flags can't be honoured, with the remedy, one line each; [] if they can.
 
     >>> flag_faults(["--dtype", "float32", "--model=x"])
     ['--model: set model.path']
     """
-    given = (word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("-"))
-    return [f"{flag}: {OWN[flag]}" for flag in (SHORT.get(f, f) for f in given) if flag in OWN]
+    given = (flag_of(word) for word in argv if word.startswith("-"))
+    return [f"{flag}: {own[flag]}" for flag in given if flag in own]
+
+
+def flag_of(word: str) -> str:
+    """The long name of the flag that a word of a command line gives.
+
+    >>> flag_of("-dp=2")
+    '--data-parallel-size'
+    """
+    name = word.partition("=")[0].replace("_", "-")
+    return SHORT.get(name, name)

@@ -108,10 +108,12 @@ class Agent(Protocol):
         epoch: Epoch,
         *,
         tiers: tuple[Tier, ...] = tuple(Tier),
+        founds: bool = False,
         timeout_s: float,
     ) -> StartedEngine:
         """Bring an engine to life in `slot` from the first tier that works, and lease the slot to
-        the worker. Idempotent by operation, worker and epoch: asked again it returns the same
+        the worker. `founds`: it is one of the first ranks, of which some kinds of engine boot
+        together. Idempotent by operation, worker and epoch: asked again it returns the same
         engine. Raises SlotLeased, and does nothing, if somebody else holds the slot, or if it was
         leased at a higher epoch before."""
         ...

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dynamo_elastic.config import DeploymentConfig
-from dynamo_elastic.engine.launch import engine_argv, image_inputs
+from dynamo_elastic.engine.launch import engine_argv, founder_boot, image_inputs
 from dynamo_elastic.engine.shape import CONFIG_FILE
 from dynamo_elastic.errors import ConfigError
 from dynamo_elastic.snapshot.base import BOOT_LOG, Command, GpuInfo
@@ -77,6 +77,15 @@ class Boots:
             environment={**engine_environment(), **gpu, **(more or {})},
             log_path=self._config.control_dir(slot) / BOOT_LOG,
         )
+
+    def founder(self, slot: int, more: Mapping[str, str] | None = None) -> Command | None:
+        """The same of an engine that is one of the first ranks; None if that makes no difference."""
+        boot = founder_boot(self._config, slot)
+        if boot is None:
+            return None
+        argv, environment = boot
+        alone = self.command(slot, {**environment, **(more or {})})
+        return replace(alone, argv=tuple(argv))
 
     def fingerprint(self, slot: int, *, criu: str = "") -> Fingerprint:
         """What an engine of `slot` is if it is booted here and now. `criu`: of images, its version.

@@ -33,6 +33,7 @@ class AgentClient:
         epoch: Epoch,
         *,
         tiers: tuple[Tier, ...] = tuple(Tier),
+        founds: bool = False,
         timeout_s: float,
     ) -> StartedEngine:
         params = {
@@ -43,6 +44,8 @@ class AgentClient:
             "tiers": [tier.value for tier in tiers],
             "timeout_s": timeout_s,
         }
+        if founds:  # an agent of the release before knows no founders
+            params["founds"] = True
         reply = await self._rpc.call("start_engine", params, timeout_s=timeout_s + _REPLY_MARGIN_S)
         return _STARTED.validate_python(reply)
 

@@ -135,6 +135,7 @@ class AgentServer:
                 epoch=Epoch(int(params["epoch"])),
             ),
             tiers=tuple(Tier(name) for name in params["tiers"]),
+            founds=bool(params.get("founds", False)),
             began=now,
             deadline=now + _seconds(params["timeout_s"]),
         )

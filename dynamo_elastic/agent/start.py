@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_elastic.agent.base import Lease, Tier
+from dynamo_elastic.agent.base import BOOTED, Lease, Tier
 from dynamo_elastic.agent.boot import Boots
 from dynamo_elastic.agent.caches import JitCaches
 from dynamo_elastic.agent.host import Host
@@ -52,6 +52,7 @@ class StartRequest:
     tiers: tuple[Tier, ...]
     began: float
     deadline: float
+    founds: bool = False
 
 
 class Starter:
@@ -92,6 +93,9 @@ class Starter:
         for tier, obstacle in (await asyncio.to_thread(self._obstacles, request.slot)).items():
             if obstacle is not None:
                 obstacles[tier] = obstacle
+        if request.founds and self._boots.founder(request.slot) is not None:
+            founder = Obstacle(Why.UNUSABLE, "the first ranks boot together")
+            obstacles |= {tier: founder for tier in Tier if tier not in BOOTED}
         ladder = choose(request.tiers, obstacles)
         falls = list(ladder.falls)
         for tier in ladder.rungs:
@@ -143,7 +147,7 @@ class Starter:
                 clear(control_dir)
                 await asyncio.to_thread(self._host.guard_pids)
                 fingerprint = await asyncio.to_thread(self._boots.fingerprint, request.slot)
-                started = await _not_lost(asyncio.to_thread(self._spawn, request.slot, tier))
+                started = await _not_lost(asyncio.to_thread(self._spawn, request, tier))
                 undo.push_async_callback(end_process, started.process)
             failpoint("agent.engine_spawned")
             record = EngineRecord(
@@ -193,8 +197,9 @@ class Starter:
             if record.tier is Tier.IMAGE:
                 self._images.report(record.image_id, failure)
 
-    def _spawn(self, slot: int, tier: Tier) -> RunningImage:
+    def _spawn(self, request: StartRequest, tier: Tier) -> RunningImage:
         """A process that becomes an engine: restored, or booted."""
+        slot = request.slot
         if tier is Tier.IMAGE:
             timeout_s = self._config.scale.restore_timeout_s
             return self._images.restore(slot, self._host.namespace, timeout_s=timeout_s)
@@ -202,7 +207,10 @@ class Starter:
         # A boot that is to be cold does not read what is there; one that finds nothing fills it.
         obstacle = self._caches.obstacle(key)
         fills = tier is Tier.CACHED or (obstacle is not None and obstacle.why is Why.ABSENT)
-        command = self._boots.command(slot, self._caches.environment(key) if fills else None)
+        caches = self._caches.environment(key) if fills else None
+        command = self._boots.command(slot, caches)
+        if request.founds:
+            command = self._boots.founder(slot, caches) or command
         return RunningImage(self._host.namespace.spawn(command), "")
 
     def _attach(self, request: StartRequest, incarnation: Incarnation) -> Attach:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamo_elastic.config_sections import ScaleConfig
 from dynamo_elastic.coordinator.records import AckRecord, OperationRecord, to_json
-from dynamo_elastic.phases import Step, Who
+from dynamo_elastic.phases import Kind, Step, Who
 from dynamo_elastic.topology import EMPTY, ScalePlan, Topology
 from dynamo_elastic.types import Incarnation, WorkerId
 
@@ -82,7 +82,7 @@ def own_payload(
     if step in (Step.ABORT, Step.WITHDRAW):
         return {"epoch": record.plan.after.epoch}
     if step is Step.RESTORE:
-        return {"cold": worker in record.cold}
+        return {"cold": worker in record.cold, "founds": record.kind is Kind.BOOT}
     if step is Step.DRAIN:
         return {"short_tokens": scale.short_tokens, "timeout_s": scale.drain_timeout_s}
     if step is Step.CHECK:

@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo_elastic.config import DeploymentConfig
-from dynamo_elastic.config_sections import EngineConfig, VllmEngineConfig
+from dynamo_elastic.config_sections import EngineConfig, VllmEngineConfig, VllmGroupConfig
+from dynamo_elastic.engine.shape import read_experts, read_shape
 from dynamo_elastic.engine.vllm import versions
+from dynamo_elastic.engine.vllm.elastic.flags import Seat, group_flags
 
 REFERENCE = "dynamo_elastic.engine.reference"
 VLLM = "dynamo_elastic.dynamo.vllm_main"
+VLLM_ELASTIC = "dynamo_elastic.dynamo.vllm_elastic"
+FOUNDS_VARIABLE = "DYNAMO_ELASTIC_FOUNDS"
+"""How many ranks a founder boots together with; unset for one that boots without a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +40,21 @@ class EngineSettings:
 
 
 def engine_argv(config: DeploymentConfig, slot: int) -> list[str]:
-    """The command that boots the engine of `slot`."""
+    """The command that boots the engine of `slot`; alone, whatever group it comes to later."""
+    if isinstance(config.engine, VllmGroupConfig):
+        return _group_argv(config, config.engine, slot, config.scale.max_ranks)
     if isinstance(config.engine, VllmEngineConfig):
         return _vllm_argv(config, config.engine, slot)
     return _reference_argv(config, config.engine, slot)
+
+
+def founder_boot(config: DeploymentConfig, slot: int) -> tuple[list[str], dict[str, str]] | None:
+    """Command, and what its environment has besides, of an engine that boots as one of the first
+    ranks, together with the others; None if engines boot alone, those too."""
+    if not isinstance(config.engine, VllmGroupConfig):
+        return None
+    size = config.scale.initial_ranks
+    return _group_argv(config, config.engine, slot, size), {FOUNDS_VARIABLE: str(size)}
 
 
 def _reference_argv(config: DeploymentConfig, engine: EngineConfig, slot: int) -> list[str]:
@@ -60,9 +76,38 @@ def _reference_argv(config: DeploymentConfig, engine: EngineConfig, slot: int) -
 
 def _vllm_argv(config: DeploymentConfig, engine: VllmEngineConfig, slot: int) -> list[str]:
     """The control directory, and after it the command line of dynamo.vllm."""
+    return [*_vllm_line(config, engine, slot, VLLM), *engine.argv]
+
+
+def _group_argv(
+    config: DeploymentConfig, engine: VllmGroupConfig, slot: int, size: int
+) -> list[str]:
+    """Of a rank that boots for a group of `size`. Raises ConfigError if the model has no experts."""
+    seat = Seat(
+        rank=slot,
+        size=size,
+        max_ranks=config.scale.max_ranks,
+        slots_per_rank=engine.slots_per_rank,
+        num_experts=read_experts(config.model.path),
+        rpc_port=engine.rpc_port,
+    )
+    return [*_vllm_line(config, engine, slot, VLLM_ELASTIC), *group_flags(seat), *engine.argv]
+
+
+def _vllm_line(
+    config: DeploymentConfig, engine: VllmEngineConfig, slot: int, module: str
+) -> list[str]:
     own = ["--model", str(config.model.path.absolute()), "--served-model-name", config.model.name]
     control_dir = str(config.control_dir(slot).absolute())
-    return [str(engine_python(engine)), "-m", VLLM, control_dir, *own, *engine.argv]
+    return [str(engine_python(engine)), "-m", module, control_dir, *own]
+
+
+def shared_experts(config: DeploymentConfig) -> int:
+    """Experts that the ranks share; 0 if each has a whole model. Raises ConfigError."""
+    if isinstance(config.engine, EngineConfig):
+        return read_shape(config.model.path).num_experts
+    shares = isinstance(config.engine, VllmGroupConfig)
+    return read_experts(config.model.path) if shares else 0
 
 
 def engine_python(engine: EngineConfig | VllmEngineConfig) -> Path:

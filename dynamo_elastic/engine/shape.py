@@ -33,9 +33,30 @@ class ModelShape:
     tie_word_embeddings: bool = False
 
 
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""What models call the number of their routed experts."""
+
+
+def read_experts(model_dir: Path) -> int:
+    """How many routed experts a layer of the model in `model_dir` has, whatever its family. Raises
+    ConfigError that says what to do."""
+    path = model_dir / CONFIG_FILE
+    raw = _read(path)
+    found = [raw[name] for name in _EXPERTS if isinstance(raw.get(name), int)]
+    if not found:
+        raise ConfigError(
+            [f"model.path: {path} has none of {', '.join(_EXPERTS)}; ranks share a MoE's experts"]
+        )
+    return int(found[0])
+
+
 def read_shape(model_dir: Path) -> ModelShape:
     """The shape of the model in `model_dir`. Raises ConfigError that says what to do."""
     path = model_dir / CONFIG_FILE
+    return _shape_of(_read(path), path)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text())
     except OSError as exc:
@@ -46,7 +67,7 @@ def read_shape(model_dir: Path) -> ModelShape:
         raise ConfigError([f"model.path: {path} is not JSON ({exc}); restore the file"]) from exc
     if not isinstance(raw, dict):
         raise ConfigError([f"model.path: {path} must hold an object; restore the file"])
-    return _shape_of(raw, path)
+    return raw
 
 
 def _shape_of(raw: dict[str, Any], path: Path) -> ModelShape:

@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from dynamo_elastic.config import DeploymentConfig
-from dynamo_elastic.config_sections import VllmEngineConfig
-from dynamo_elastic.engine.shape import read_shape
+from dynamo_elastic.engine.launch import shared_experts
 from dynamo_elastic.errors import ConfigError
 from dynamo_elastic.serve import plan
 
@@ -17,13 +16,11 @@ UNKNOWN_EXPERTS = "N"
 def dry_run(config: DeploymentConfig) -> Iterator[tuple[str, str]]:
     """Lines of a shell script, each with its style: 'name', 'note', 'environment' or 'command'."""
     config = plan.absolute(config)
-    num_experts = "0"
-    if not isinstance(config.engine, VllmEngineConfig):
-        try:
-            num_experts = str(read_shape(config.model.path).num_experts)
-        except ConfigError as exc:
-            num_experts = UNKNOWN_EXPERTS
-            yield f"# {UNKNOWN_EXPERTS}, experts of the model: {exc}", "note"
+    try:
+        num_experts = str(shared_experts(config))
+    except ConfigError as exc:
+        num_experts = UNKNOWN_EXPERTS
+        yield f"# {UNKNOWN_EXPERTS}, experts of the model: {exc}", "note"
     yield f"# settings in force (`dynamo-elastic config show`): {plan.config_file(config)}", "note"
     if config.snapshot.enabled and config.snapshot.create_missing:
         yield "# slots without an image get one first: dynamo-elastic snapshot create", "note"

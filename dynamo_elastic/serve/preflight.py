@@ -12,10 +12,10 @@ from pathlib import Path
 
 from dynamo_elastic.agent.open_images import open_images
 from dynamo_elastic.config import DeploymentConfig, api_token, engine_shape
-from dynamo_elastic.config_sections import VllmEngineConfig
-from dynamo_elastic.engine.launch import engine_python
-from dynamo_elastic.engine.shape import CONFIG_FILE, read_shape
-from dynamo_elastic.engine.vllm.versions import check_versions, installed
+from dynamo_elastic.config_sections import VllmEngineConfig, VllmGroupConfig
+from dynamo_elastic.engine.launch import engine_python, shared_experts
+from dynamo_elastic.engine.shape import CONFIG_FILE
+from dynamo_elastic.engine.vllm.versions import check_elastic, check_versions, installed
 from dynamo_elastic.errors import ConfigError, ElasticError
 
 
@@ -48,14 +48,17 @@ def check_host(config: DeploymentConfig) -> int:
 def _check_engine(config: DeploymentConfig) -> int:
     """The number of experts that its ranks share; 0 for replicas. Raises ConfigError."""
     if not isinstance(config.engine, VllmEngineConfig):
-        return read_shape(config.model.path).num_experts
+        return shared_experts(config)
     python = engine_python(config.engine)
-    check_versions(installed(python), python)
+    found = installed(python)
+    check_versions(found, python)
+    if isinstance(config.engine, VllmGroupConfig):
+        check_elastic(found)
     if not (config.model.path / CONFIG_FILE).is_file():
         raise ConfigError(
             [f"model.path: {config.model.path} has no {CONFIG_FILE}; name a model directory"]
         )
-    return 0
+    return shared_experts(config)
 
 
 def _snapshot_faults(config: DeploymentConfig) -> list[str]:

@@ -42,6 +42,7 @@ class FakeAgent:
         epoch: Epoch,
         *,
         tiers: tuple[Tier, ...] = tuple(Tier),
+        founds: bool = False,
         timeout_s: float,
     ) -> StartedEngine:
         lease = Lease(operation_id, worker_id, epoch)

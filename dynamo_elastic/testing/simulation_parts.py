@@ -70,14 +70,16 @@ class SimulatedAgent(FakeAgent):
         epoch: Epoch,
         *,
         tiers: tuple[Tier, ...] = tuple(Tier),
+        founds: bool = False,
         timeout_s: float,
     ) -> StartedEngine:
         start = super().start_engine
 
         async def work() -> StartedEngine:
             return await start(
-                slot, worker_id, operation_id, epoch, tiers=tiers, timeout_s=timeout_s
-            )
+                slot, worker_id, operation_id, epoch, tiers=tiers, founds=founds,
+                timeout_s=timeout_s,
+            )  # fmt: skip
 
         started: Any = await self._suffer("agent.start_engine", slot, work)
         return started  # type: ignore[no-any-return]

@@ -35,6 +35,7 @@ class EngineSlot:
         epoch: Epoch,
         *,
         tiers: tuple[Tier, ...] = tuple(Tier),
+        founds: bool = False,
         timeout_s: float,
     ) -> StartedEngine:
         """An attached engine of this operation, from the first of `tiers` that works; asked again,
@@ -50,6 +51,7 @@ class EngineSlot:
                 operation_id,
                 epoch,
                 tiers=tiers,
+                founds=founds,
                 timeout_s=timeout_s,
             )
             self._starting = asyncio.create_task(start)

@@ -133,7 +133,11 @@ class Participant:
         await self._presence.move(MemberState.JOINING)
         tiers = BOOTED if command.payload.get("cold") else tuple(Tier)
         started = await self._slot.start(
-            command.operation_id, command.epoch, tiers=tiers, timeout_s=command.deadline_s
+            command.operation_id,
+            command.epoch,
+            tiers=tiers,
+            founds=bool(command.payload.get("founds")),
+            timeout_s=command.deadline_s,
         )
         await self._presence.move(MemberState.JOINING, started.incarnation)
         return {

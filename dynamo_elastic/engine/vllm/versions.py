@@ -32,6 +32,19 @@ PAIRS: Mapping[tuple[str, str], Standing] = {
 """(vLLM, Dynamo) -> what is known. The one table: all others are refused."""
 
 
+ELASTIC = "0.33.0"
+"""The vLLM whose ranks can share experts here: see engine/vllm/v0_33."""
+
+
+def check_elastic(found: Mapping[str, str]) -> None:
+    """Raises ConfigError unless ranks of that environment can share experts."""
+    version = found[VLLM].partition("+")[0]
+    if version != ELASTIC:
+        raise ConfigError(
+            [f"engine.kind: vllm-elastic is for vLLM {ELASTIC}, and {version} is installed; use it"]
+        )
+
+
 def installed(python: Path) -> dict[str, str]:
     """Versions of REPORTED in the environment of that interpreter, '' for what it lacks. Starts no
     process."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dynamo_elastic.engine.vllm.elastic.settings import PREFIX
 
 ADAPTER = "dynamo_elastic.engine.vllm.v0_33"
@@ -33,3 +35,31 @@ def detached_environment(control_dir: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": control_dir,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank's place in the group that it boots for."""
+
+    rank: int
+    size: int
+    max_ranks: int
+    slots_per_rank: int
+    num_experts: int
+    rpc_port: int
+
+
+def group_flags(seat: Seat) -> list[str]:
+    """What makes vLLM's elastic expert parallelism of one process tree a rank, on one host."""
+    redundant = seat.slots_per_rank * seat.size - seat.num_experts
+    values = {
+        "--all2all-backend": "nixl_ep",
+        "--data-parallel-address": "127.0.0.1",
+        "--data-parallel-rank": seat.rank,
+        "--data-parallel-rpc-port": seat.rpc_port,
+        "--data-parallel-size": seat.size,
+        "--elastic-ep-max-dp-size": seat.max_ranks,
+        "--eplb-config.num_redundant_experts": redundant,
+    }
+    switches = ["--enable-elastic-ep", "--enable-eplb", "--enable-expert-parallel"]
+    return [word for flag, value in values.items() for word in (flag, str(value))] + switches

@@ -23,6 +23,7 @@ from dynamo_elastic.errors import EngineError
 
 _log = logging.getLogger(__name__)
 _UNDO_TIMEOUT_S = 30.0
+_COMMITS, _WITHDRAWN = "commit", "withdrawn"
 
 
 class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[misc]
@@ -120,6 +121,44 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
             client.coordinator_output_address = addresses["coordinator_output"]
             client.stats_update_address = addresses["frontend_stats_publish_address"]
             client._ensure_stats_update_task()
+
+    async def give_up(self, reason: str) -> None:
+        """Nothing is prepared, here and on the other ranks. Idempotent."""
+        prepared = self.prepared_scale
+        self.tell_failure(reason)
+        super().abort(reason)
+        if prepared is not None:
+            await self._undo(reason)
+
+    async def withdraw(self, reason: str) -> bool:
+        """give_up() of a commit that not every rank has come to, whoever of them comes yet; False
+        if all have. Of a rank that joins, too."""
+        prepared, parallel = self.prepared_scale, self.client.vllm_config.parallel_config
+        store = (
+            prepared.reconfig_store
+            if prepared is not None
+            else get_cached_tcp_store_client(
+                parallel.data_parallel_master_ip, parallel._coord_store_port
+            )
+        )
+        epoch = prepared.epoch if prepared is not None else store.get(EPOCH_KEY).decode()
+        if self._verdict(store, epoch, _WITHDRAWN) != _WITHDRAWN:
+            return False
+        self.tell_failure(reason)
+        publish_error(store, reason)
+        return True
+
+    def _verdict(self, store: Any, epoch: str, mine: str) -> str:
+        """What became of an operation that all are ready for: the first word on it."""
+        said: bytes = store.compare_set(self.key(epoch, "verdict"), "", mine)
+        return said.decode()
+
+    async def _wait_for_commit_ready(self, prepared: Any, timeout_s: float = 0) -> None:
+        """All have come to commit, and nobody has withdrawn it before that."""
+        timeout_s = timeout_s or self._settings.prepare_timeout_s
+        await super()._wait_for_commit_ready(prepared, timeout_s)
+        if self._verdict(prepared.reconfig_store, prepared.epoch, _COMMITS) != _COMMITS:
+            raise RuntimeError("the commit was withdrawn")
 
     def abort(self, error: str) -> None:
         super().abort(error)
