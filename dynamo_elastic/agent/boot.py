@@ -79,7 +79,7 @@ class Boots:
         )
 
     def founder(self, slot: int, more: Mapping[str, str] | None = None) -> Command | None:
-        """The same of an engine that is one of the first ranks; None if that makes no difference."""
+        """The same of an engine that is one of the first ranks; None if it is booted alike."""
         boot = founder_boot(self._config, slot)
         if boot is None:
             return None

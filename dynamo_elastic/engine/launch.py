@@ -82,7 +82,7 @@ def _vllm_argv(config: DeploymentConfig, engine: VllmEngineConfig, slot: int) ->
 def _group_argv(
     config: DeploymentConfig, engine: VllmGroupConfig, slot: int, size: int
 ) -> list[str]:
-    """Of a rank that boots for a group of `size`. Raises ConfigError if the model has no experts."""
+    """Of a rank that boots for a group of `size`. Raises ConfigError for a model of no experts."""
     seat = Seat(
         rank=slot,
         size=size,
@@ -124,10 +124,12 @@ def is_tree(config: DeploymentConfig) -> bool:
 
 def image_inputs(config: DeploymentConfig) -> str:
     """What an image depends on besides arguments and the model's configuration: for vLLM the
-    releases in its environment, and the model's files, as its weights are in the image."""
+    releases in its environment, and the model's files, if its weights are in the image."""
     if not isinstance(config.engine, VllmEngineConfig):
         return ""
     releases = versions.installed(engine_python(config.engine))
+    if isinstance(config.engine, VllmGroupConfig):
+        return "".join(f", {name} {version}" for name, version in releases.items())
     files = [(p.name, p.stat()) for p in sorted(config.model.path.iterdir()) if p.is_file()]
     stamps = [(name, s.st_size, s.st_mtime_ns) for name, s in files]
     digest = hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]

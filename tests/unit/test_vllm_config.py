@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dynamo_elastic.agent.boot import Boots
 from dynamo_elastic.config import engine_shape, load_config, parse_config
-from dynamo_elastic.config_sections import EngineConfig, VllmEngineConfig
+from dynamo_elastic.config_sections import EngineConfig, VllmEngineConfig, VllmGroupConfig
 from dynamo_elastic.dynamo.environment import engine_dynamo_environment
-from dynamo_elastic.engine.launch import VLLM, engine_argv, image_inputs, is_tree
+from dynamo_elastic.engine.launch import (
+    FOUNDS_VARIABLE,
+    VLLM,
+    VLLM_ELASTIC,
+    engine_argv,
+    founder_boot,
+    image_inputs,
+    is_tree,
+    shared_experts,
+)
+from dynamo_elastic.engine.vllm.versions import VLLM as VLLM_PACKAGE
+from dynamo_elastic.engine.vllm.versions import check_elastic
 from dynamo_elastic.errors import ConfigError
 from dynamo_elastic.phases import Kind
 from dynamo_elastic.topology import PlanInput, Topology, legal_width, move_rounds, plan_scale
 from dynamo_elastic.types import Epoch, WorkerId
-from dynamo_elastic.vllm_flags import OWN
+from dynamo_elastic.vllm_flags import OWN, OWN_OF_GROUP
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +57,7 @@ def test_without_a_kind_it_is_the_reference_engine() -> None:
 
 def test_an_unknown_kind_is_named() -> None:
     (fault,) = faults({"kind": "sglang"})
-    assert "kind must be 'reference' or 'vllm'" in fault
+    assert "kind must be 'reference', 'vllm' or 'vllm-elastic'" in fault
 
 
 @pytest.mark.parametrize("flag", OWN)
@@ -146,3 +159,97 @@ def test_replicas_share_no_experts_so_every_width_is_legal_and_nothing_moves() -
         assert all(member.experts == () for member in plan.settled.members)
     lost = PlanInput(up.settled, 2, Epoch(3), shape, names, frozenset({WorkerId("slot0")}))
     assert plan_scale(lost).leavers == ("slot0",)
+
+
+GROUP: dict[str, Any] = {
+    "kind": "vllm-elastic",
+    "slots_per_rank": 6,
+    "args": "--kv-cache-memory-bytes 1000",
+}
+
+
+def group(model: Path, experts: int = 8, **changes: Any) -> dict[str, Any]:
+    (model / "config.json").write_text(f'{{"n_routed_experts": {experts}}}')
+    scale = {"initial_ranks": 2, "min_ranks": 2, "max_ranks": 4}
+    return settings(GROUP, str(model)) | {"scale": scale} | changes
+
+
+def flags_of(argv: list[str]) -> dict[str, str]:
+    return {a: b for a, b in itertools.pairwise(argv) if a.startswith("--")}
+
+
+def test_ranks_that_share_experts_boot_alone_and_the_first_ones_together(tmp_path: Path) -> None:
+    config = parse_config(group(tmp_path))
+    assert isinstance(config.engine, VllmGroupConfig)
+    assert shared_experts(config) == 8
+    alone = engine_argv(config, 2)
+    assert alone[1:4] == ["-m", VLLM_ELASTIC, str(config.control_dir(2).absolute())]
+    said = flags_of(alone)
+    assert (said["--data-parallel-size"], said["--data-parallel-rank"]) == ("4", "2")
+    assert said["--eplb-config.num_redundant_experts"] == "16"  # 4 ranks of 6 slots
+    assert said["--elastic-ep-max-dp-size"] == "4"
+    assert {"--enable-elastic-ep", "--enable-eplb", "--enable-expert-parallel"} <= set(alone)
+    found = founder_boot(config, 1)
+    assert found is not None
+    argv, environment = found
+    assert environment == {FOUNDS_VARIABLE: "2"}
+    said = flags_of(argv)
+    assert (said["--data-parallel-size"], said["--data-parallel-rank"]) == ("2", "1")
+    assert said["--eplb-config.num_redundant_experts"] == "4"
+    assert founder_boot(parse_config(settings({"kind": "vllm"})), 0) is None
+
+
+def test_a_founder_is_booted_with_its_own_line_and_the_caches_of_all(tmp_path: Path) -> None:
+    boots = Boots(parse_config(group(tmp_path)))
+    founder = boots.founder(0, {"TRITON_CACHE_DIR": "/c"})
+    assert founder is not None
+    assert founder.environment[FOUNDS_VARIABLE] == "2"
+    assert founder.environment["TRITON_CACHE_DIR"] == "/c"
+    assert founder.argv != boots.command(0).argv
+    assert FOUNDS_VARIABLE not in boots.command(0).environment
+    assert Boots(parse_config(settings({"kind": "vllm"}))).founder(0) is None
+
+
+@pytest.mark.parametrize("flag", OWN_OF_GROUP)
+def test_flags_of_a_group_that_we_give_ourselves_are_refused(flag: str) -> None:
+    (fault,) = faults(GROUP | {"args": f"{GROUP['args']} {flag} 1"})
+    assert fault == f"engine.args: {flag}: {OWN_OF_GROUP[flag]}"
+
+
+def test_a_group_needs_to_be_told_its_kv_cache() -> None:
+    (fault,) = faults({"kind": "vllm-elastic", "args": "--dtype bfloat16 -tp 2"})[1:]
+    assert fault.startswith("engine.args: --kv-cache-memory-bytes: ")
+
+
+def test_widths_of_a_group(tmp_path: Path) -> None:
+    shape = engine_shape(parse_config(group(tmp_path)), 8)
+    assert shape.num_experts == 0  # vLLM places them
+    with pytest.raises(ConfigError, match=r"scale.min_ranks: 2 ranks hold 12 experts"):
+        engine_shape(parse_config(group(tmp_path, 13)), 13)
+    with pytest.raises(ConfigError, match=r"scale.initial_ranks: vLLM starts no group"):
+        parse_config(group(tmp_path, scale={"initial_ranks": 1, "max_ranks": 4}))
+    with pytest.raises(ConfigError, match=r"engine.rpc_port"):
+        parse_config(group(tmp_path, frontend={"port": 29600}))
+
+
+def test_a_model_without_experts_can_not_share_them(tmp_path: Path) -> None:
+    config = parse_config(group(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has none of num_experts"):
+        engine_argv(config, 0)
+
+
+def test_an_image_of_a_rank_does_not_depend_on_weights_which_it_does_not_hold(
+    tmp_path: Path,
+) -> None:
+    config = parse_config(group(tmp_path))
+    before = image_inputs(config)
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    assert image_inputs(config) == before
+    assert "ai-dynamo 1.6.1" in before
+
+
+def test_only_one_vllm_shares_experts() -> None:
+    check_elastic({VLLM_PACKAGE: "0.33.0+cu130"})
+    with pytest.raises(ConfigError, match=r"for vLLM 0.33.0, and 0.31.0 is installed"):
+        check_elastic({VLLM_PACKAGE: "0.31.0"})
