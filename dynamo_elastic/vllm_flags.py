@@ -65,6 +65,7 @@ OWN_OF_GROUP: dict[str, str] = OWN | {
     "--data-parallel-start-rank": _GROUP,
     "--distributed-executor-backend": "we have our own there; remove it",
     "--elastic-ep-max-dp-size": "set scale.max_ranks",
+    "--enable-cumem-allocator": "it is on; remove it",
     "--enable-elastic-ep": "it is on; remove it",
     "--enable-eplb": "it is on; remove it",
     "--enable-expert-parallel": "it is on; remove it",

@@ -3,7 +3,7 @@ of vLLM 0.33 under Dynamo's own worker, with the flags of `dynamo.vllm`.
 
 Dynamo's order is engine first, runtime second. A rank boots without a group, lets go of all that an
 image must not hold, and gets its identity; then come runtime, lease and registration, and
-CONTROL_DIR/engine.sock answers its shell. A founder, one of the first ranks of a group (FOUNDS),
+CONTROL_DIR/engine.sock answers its shell. A founder, one of the first ranks of a group,
 boots in that group instead, and lets go of nothing: it can't be put into an image.
 """
 
@@ -19,13 +19,11 @@ from typing import Any
 
 from dynamo_elastic.engine.renew import adopt_standard_files
 from dynamo_elastic.engine.vllm.elastic.flags import (
+    FOUNDS_VARIABLE,
     detached_environment,
     elastic_environment,
 )
 from dynamo_elastic.errors import ElasticError
-
-FOUNDS = "DYNAMO_ELASTIC_FOUNDS"
-"""Environment: how many ranks the group has that it boots in; 0 or nothing: it boots without."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ def main() -> None:
     began_s = time.monotonic()
     control_dir, *argv = sys.argv[1:]
     adopt_standard_files()
-    founds = int(os.environ.get(FOUNDS, "0")) > 0
+    founds = int(os.environ.get(FOUNDS_VARIABLE, "0")) > 0
     os.environ |= elastic_environment(park=True) if founds else detached_environment(control_dir)
     try:
         asyncio.run(_tree(Path(control_dir), began_s, founds=founds).live(argv))

@@ -8,22 +8,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dynamo_elastic.dynamo.vllm_rank import ElasticRank
-from dynamo_elastic.dynamo.vllm_registrar import REGISTER, UNREGISTER
+from dynamo_elastic.dynamo.vllm_group import GroupEngine
 from dynamo_elastic.dynamo.vllm_scheduler import SCHEDULER
 from dynamo_elastic.dynamo.vllm_seat import ReplicaSeat
+from dynamo_elastic.dynamo.vllm_service import all_handlers
 from dynamo_elastic.dynamo.vllm_worker import (
     Prepared,
     movable,
     own_metrics_directory,
     own_ports,
     relay_from,
+    silence,
 )
 from dynamo_elastic.engine.base import SOCKET_FILE, Attach
+from dynamo_elastic.engine.rpc import OUTPUTS
 from dynamo_elastic.engine.vllm.elastic.flags import elastic_flags
+from dynamo_elastic.engine.vllm.group import RankGroup
 from dynamo_elastic.engine.vllm.life import say_detached, wait_attach
 from dynamo_elastic.engine.vllm.replica import Replica
 from dynamo_elastic.engine.vllm.requests import Requests
+from dynamo_elastic.failpoints import arm_from_environment, failpoint
 from dynamo_elastic.ipc import RpcServer
 
 from dynamo.common.snapshot.restore_context import write_snapshot_restore_context  # isort: skip
@@ -44,6 +48,7 @@ class ElasticTree:
         self._requests = Requests()
         self._seat = ReplicaSeat(dynamo_main.register_model, unregister_model)
         self._engine: Any = None
+        self._group: RankGroup | None = None
         self._server: RpcServer | None = None
         self._resting: asyncio.Task[None] | None = None
 
@@ -78,20 +83,29 @@ class ElasticTree:
 
     async def _serve(self, attach: Attach) -> None:
         """The attached rank answers its shell."""
-        parallel = self._engine.vllm_config.parallel_config
-        rank = ElasticRank(parallel.data_parallel_rank, self._engine, self._seat, self._requests)
+        from dynamo_elastic.engine.vllm.v0_33.rank_group import VllmRankGroup
 
-        async def register(params: dict[str, Any]) -> int:
-            return await rank.register(params["runtime_data"])
-
-        async def unregister(_: dict[str, Any]) -> None:
-            await self._seat.leave()
-
-        calls = rank.calls() | {REGISTER: register, UNREGISTER: unregister}
-        self._server = RpcServer(self._control_dir / SOCKET_FILE, calls)
+        if self._group is None:
+            self._group = VllmRankGroup(self._engine, member=self._founds)
+        arm_from_environment(attach.worker_id)
+        failpoint("engine.attached")
+        engine = GroupEngine(
+            attach,
+            self._group,
+            Replica(self._engine, self._control_dir),
+            self._requests,
+            self._engine.vllm_config.cache_config.num_gpu_blocks or 0,
+            self.rest,
+        )
+        self._requests.reopen()
+        self._server = RpcServer(
+            self._control_dir / SOCKET_FILE,
+            all_handlers(engine, self._seat),
+            {OUTPUTS: lambda _: silence()},
+        )
         await self._server.start()
 
-    def rest(self) -> None:
+    async def rest(self) -> None:
         """This rank has left its group, let go, and left its seat in Dynamo, whose runtime lives
         on: its socket goes, `detached.json` says that it can be parked, and the next `attach.json`
         brings it back here. Returns at once, so that whoever asks is answered first."""

@@ -145,7 +145,7 @@ class _Tree:
         server = RpcServer(
             self._control_dir / SOCKET_FILE,
             all_handlers(engine, self._seat),
-            {OUTPUTS: lambda _: _silence()},
+            {OUTPUTS: lambda _: silence()},
         )
         await server.start()
 
@@ -174,7 +174,7 @@ def own_ports(config: Any) -> None:
         config.engine_args.kv_events_config = replace(events, endpoint="tcp://*:0")
 
 
-async def _silence() -> Any:
+async def silence() -> Any:
     """A stream that says nothing until the process ends."""
     await asyncio.Event().wait()
     yield

@@ -13,13 +13,11 @@ from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.config_sections import EngineConfig, VllmEngineConfig, VllmGroupConfig
 from dynamo_elastic.engine.shape import read_experts, read_shape
 from dynamo_elastic.engine.vllm import versions
-from dynamo_elastic.engine.vllm.elastic.flags import Seat, group_flags
+from dynamo_elastic.engine.vllm.elastic.flags import FOUNDS_VARIABLE, Seat, group_flags
 
 REFERENCE = "dynamo_elastic.engine.reference"
 VLLM = "dynamo_elastic.dynamo.vllm_main"
 VLLM_ELASTIC = "dynamo_elastic.dynamo.vllm_elastic"
-FOUNDS_VARIABLE = "DYNAMO_ELASTIC_FOUNDS"
-"""How many ranks a founder boots together with; unset for one that boots without a group."""
 
 
 @dataclass(frozen=True, slots=True)

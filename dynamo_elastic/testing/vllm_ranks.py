@@ -83,17 +83,17 @@ class Ranks:
 
 
 class Group:
-    """Two ranks that serve, and those that join them."""
+    """Ranks that serve, and those that join them."""
 
-    def __init__(self, ranks: Ranks, **environment: str) -> None:
+    def __init__(self, ranks: Ranks, size: int = 2, **environment: str) -> None:
         self._ranks = ranks
         self._environment = environment
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.rpc_port = next(_ports)
-        self.alive = {0, 1}
-        for rank in (0, 1):
-            self._start(rank, 2, joins=False)
-        for rank in (0, 1):
+        self.alive = set(range(size))
+        for rank in range(size):
+            self._start(rank, size, joins=False)
+        for rank in range(size):
             ranks.hear(lambda w, r=rank: w.get("up") == r)  # type: ignore[misc]
 
     def _start(self, rank: int, size: int, *, joins: bool, fault: str = "") -> None:

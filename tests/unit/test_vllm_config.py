@@ -14,7 +14,6 @@ from dynamo_elastic.config import engine_shape, load_config, parse_config
 from dynamo_elastic.config_sections import EngineConfig, VllmEngineConfig, VllmGroupConfig
 from dynamo_elastic.dynamo.environment import engine_dynamo_environment
 from dynamo_elastic.engine.launch import (
-    FOUNDS_VARIABLE,
     VLLM,
     VLLM_ELASTIC,
     engine_argv,
@@ -23,6 +22,7 @@ from dynamo_elastic.engine.launch import (
     is_tree,
     shared_experts,
 )
+from dynamo_elastic.engine.vllm.elastic.flags import FOUNDS_VARIABLE
 from dynamo_elastic.engine.vllm.versions import VLLM as VLLM_PACKAGE
 from dynamo_elastic.engine.vllm.versions import check_elastic
 from dynamo_elastic.errors import ConfigError

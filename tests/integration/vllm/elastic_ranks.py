@@ -39,13 +39,20 @@ from vllm.v1.engine.core import EngineShutdownState
 
 import dynamo_elastic.engine.vllm.v0_33.executor  # puts our classes in place
 import dynamo_elastic.engine.vllm.v0_33.worker  # noqa: F401 - the same, in the worker
+from dynamo_elastic.dynamo.vllm_group import GroupEngine
+from dynamo_elastic.engine.base import Attach
+from dynamo_elastic.engine.rpc import handlers
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
+from dynamo_elastic.engine.vllm.requests import Requests
 from dynamo_elastic.engine.vllm.v0_33 import client as our_client
 from dynamo_elastic.engine.vllm.v0_33 import core as our_core
 from dynamo_elastic.engine.vllm.v0_33 import groups as our_groups
 from dynamo_elastic.engine.vllm.v0_33 import operation as our_operation
 from dynamo_elastic.engine.vllm.v0_33.hooks import missing_hooks
+from dynamo_elastic.engine.vllm.v0_33.rank_group import VllmRankGroup
 from dynamo_elastic.engine.vllm.v0_33.scaling import ElasticScaling
+from dynamo_elastic.errors import EngineError
+from dynamo_elastic.types import Incarnation, WorkerId
 
 STEP_S = 0.004
 
@@ -393,6 +400,52 @@ async def attach(core: Core, client: Client) -> dict[str, Any]:
     return {"error": told, "attached": True, **facts(core)}
 
 
+class Engine:
+    """The rank as our coordinator drives it: calls of the Engine protocol, by name."""
+
+    def __init__(self, core: Core, client: Client) -> None:
+        front = types.SimpleNamespace(
+            external_eep_coordinator=client.coordinator,
+            vllm_config=client.vllm_config,
+            call_utility_async=client.call_utility_async,
+        )
+        self._executor = core.model_executor
+        asked = types.SimpleNamespace(engine_core=front, collective_rpc=self._collective_rpc)
+        self._group = VllmRankGroup(asked, member=True)
+        self._lives = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lives += 1
+        attach = Attach(
+            Incarnation(f"life{self._lives}"), WorkerId(f"w{self._group.rank}"), 1, "/dev/null"
+        )
+        made = GroupEngine(attach, self._group, self, Requests(), 64, self._rest)
+        self._calls = handlers(made)
+
+    async def _rest(self) -> None:
+        """Parked, and back with another identity."""
+        torch.nn.init.zeros_(self._executor.model.dense)
+        self._executor.model.scales.zero_()
+        self._begin()
+
+    async def _collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return self._executor.collective_rpc(method, args)
+
+    async def probe(self) -> tuple[int, ...]:
+        return (1, 2)
+
+    async def abort_all(self) -> None:
+        """Nothing is under way."""
+
+    async def call(self, command: dict[str, Any]) -> dict[str, Any]:
+        name = command["name"]
+        try:
+            return {"call": name, "answer": await self._calls[name](command["params"]), "error": ""}
+        except EngineError as exc:
+            return {"call": name, "answer": None, "error": str(exc)}
+
+
 def facts(core: Core) -> dict[str, Any]:
     model = core.model_executor.model
     received = core.model_executor.received
@@ -425,6 +478,7 @@ async def serve(core: Core, parallel: Any) -> None:
     loop = asyncio.get_running_loop()
     client = Client(core, copy.deepcopy(parallel), loop)
     threading.Thread(target=_loop, args=(core,), daemon=True).start()
+    engine = Engine(core, client)
     say({"up": parallel.data_parallel_rank})
     tasks = set()
     while True:
@@ -435,6 +489,10 @@ async def serve(core: Core, parallel: Any) -> None:
             tasks.add(task)
         elif command["do"] == "attach":
             task = loop.create_task(attach(core, client))
+            task.add_done_callback(lambda done: say(done.result()))
+            tasks.add(task)
+        elif command["do"] == "engine":
+            task = loop.create_task(engine.call(command))
             task.add_done_callback(lambda done: say(done.result()))
             tasks.add(task)
         elif command["do"] == "tell-failure":

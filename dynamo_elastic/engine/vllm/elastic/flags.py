@@ -9,6 +9,8 @@ from dynamo_elastic.engine.vllm.elastic.settings import PREFIX
 ADAPTER = "dynamo_elastic.engine.vllm.v0_33"
 EXECUTOR = f"{ADAPTER}.executor.ElasticExecutor"
 WORKER = f"{ADAPTER}.worker.ElasticWorker"
+FOUNDS_VARIABLE = "DYNAMO_ELASTIC_FOUNDS"
+"""Of how many ranks the group is that a founder boots in; 0 or nothing: it boots without one."""
 
 
 def elastic_flags() -> list[str]:
@@ -61,5 +63,10 @@ def group_flags(seat: Seat) -> list[str]:
         "--elastic-ep-max-dp-size": seat.max_ranks,
         "--eplb-config.num_redundant_experts": redundant,
     }
-    switches = ["--enable-elastic-ep", "--enable-eplb", "--enable-expert-parallel"]
+    switches = [
+        "--enable-cumem-allocator",  # or a rank that leaves could not unmap its memory
+        "--enable-elastic-ep",
+        "--enable-eplb",
+        "--enable-expert-parallel",
+    ]
     return [word for flag, value in values.items() for word in (flag, str(value))] + switches

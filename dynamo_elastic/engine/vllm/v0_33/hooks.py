@@ -67,6 +67,7 @@ HOOKS: tuple[Hook, ...] = (
         _wait_for_ready_ranks="self control_store reconfig_store epoch new_data_parallel_size "
                               "handshake_server timeout_s",
         _wait_for_all_old_ranks="self prepared timeout_s",
+        _wait_for_commit_ready="self prepared timeout_s",
         _stop_handshake_server="server suppress_errors",
     ),
     Hook(_EXTERNAL, "ExternalElasticEPScaleUpHandshakeMetadata",

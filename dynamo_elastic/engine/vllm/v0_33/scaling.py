@@ -21,7 +21,7 @@ from dynamo_elastic.engine.vllm.elastic.placement import is_complete
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import alone, buffer, groups
 from dynamo_elastic.engine.vllm.v0_33.leaver import Leaver
-from dynamo_elastic.engine.vllm.v0_33.weights import replicated, sender_of, stream_of
+from dynamo_elastic.engine.vllm.v0_33.weights import digest_of, replicated, sender_of, stream_of
 
 _ABORT_WAIT_S = 0.2
 
@@ -76,6 +76,10 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
 
     def _replicated(self, experts: Any) -> dict[str, torch.Tensor]:
         return replicated(self._model(), experts)
+
+    def digest(self) -> str:
+        """Of the weights that this rank has like all others."""
+        return digest_of(self._replicated(self._model().expert_weights))
 
     def _stream(self, group: Any, joiner: int) -> Any:
         return stream_of(group, joiner, self.worker.device, self._settings.group_timeout_s)

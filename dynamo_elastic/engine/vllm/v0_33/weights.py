@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from dynamo_elastic.comm.base import TransferAgent
+from dynamo_elastic.comm.tensor_digest import WORD_BYTES, digests
 from dynamo_elastic.engine.vllm.elastic.stream import Stream
 
 
@@ -23,6 +25,21 @@ def replicated(model: Any, experts: Iterable[Iterable[torch.Tensor]]) -> dict[st
         and "._shared_experts" not in name
         and tensor.data_ptr() not in skipped
     }
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of the names and of every byte, in one launch on a GPU; equal for tensors of equal layout."""
+    found = digests({name: _in_order(tensors[name]) for name in sorted(tensors)})
+    return hashlib.blake2s(repr(found).encode()).hexdigest()
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes as they lie in memory, where they lie without gaps and at whole words."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    laid = tensor.detach().permute(order)
+    if laid.is_contiguous() and laid.data_ptr() % WORD_BYTES == 0:
+        return laid
+    return laid.clone(memory_format=torch.contiguous_format)
 
 
 def stream_of(group: Any, joiner: int, device: torch.device, timeout_s: float) -> Stream:
