@@ -150,6 +150,16 @@ def growth(slices: Sequence[Slice], measure: str) -> dict[str, float]:
     return found
 
 
+def levels(slices: Sequence[Slice], measure: str) -> dict[str, float]:
+    """Of each process that lived for long enough to tell: what it held when it was warm."""
+    found = {name: warm(of) for name, of in lives(slices, measure).items()}
+    return {
+        name: statistics.mean(held for points in parts for _, held in points)
+        for name, parts in found.items()
+        if parts
+    }
+
+
 def keys_slope(slices: Sequence[Slice]) -> float:
     lines = [[(r["resizes"], r["etcd_keys"]) for r in part["rests"]] for part in slices]
     lines = [points for points in lines if len(points) > 1]
@@ -178,10 +188,15 @@ def metrics_of(slices: Sequence[Slice]) -> dict[str, float]:
 
 
 def growth_of(slices: Sequence[Slice]) -> dict[str, float]:
-    """Of all processes together; {} if none of them lived for long enough to tell."""
-    names = {"rss_slope_bytes": "rss_bytes", "fd_slope": "fds", "threads": "threads"}
-    found = {name: growth(slices, measure) for name, measure in names.items()}
-    return {name: round(sum(of.values()), 3) for name, of in found.items() if of}
+    """Of all processes together; {} if none of them lived for long enough to tell. `rss_growth` is
+    the share of the level; below 1 % is flat."""
+    names = {"rss_slope_bytes": "rss_bytes", "fd_slope": "fds", "threads_slope": "threads"}
+    found = {name: sum(growth(slices, measure).values()) for name, measure in names.items()}
+    level = sum(levels(slices, "rss_bytes").values())
+    if not level:
+        return {}
+    found |= {"rss_level_bytes": level, "rss_growth": found["rss_slope_bytes"] / level}
+    return {name: round(value, 5) for name, value in found.items()}
 
 
 def detail_of(slices: Sequence[Slice]) -> dict[str, Any]:
