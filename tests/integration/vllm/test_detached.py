@@ -4,8 +4,6 @@ and comes back from it, more than once, into groups that serve."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,15 +14,21 @@ from urllib.error import URLError
 
 import pytest
 
-from dynamo_elastic.engine.vllm.elastic.flags import detached_environment
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.criu import Criu
 from dynamo_elastic.snapshot.manifest import Manifest
 from dynamo_elastic.snapshot.namespace import PidNamespace, temporary_namespace
 from dynamo_elastic.snapshot.process import identify, tree_of
+from dynamo_elastic.testing.detached_ranks import (
+    CONTROL_DIR,
+    RANK,
+    STAND_INS,
+    rank_environment,
+    server_argv,
+)
 from dynamo_elastic.testing.etcd_process import free_port
 from dynamo_elastic.testing.rank_images import LOG, RankImages, attach
-from dynamo_elastic.testing.vllm_ranks import PYTHON, ROOT, Group, Ranks, start_ranks
+from dynamo_elastic.testing.vllm_ranks import Group, Ranks, start_ranks
 
 pytestmark = [
     pytest.mark.vllm_elastic,
@@ -34,16 +38,13 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-HERE = Path(__file__).parent
 BOOT_TIMEOUT_S = 300.0
 SERVE_TIMEOUT_S = 60.0
-RANK = 3
-"""It is booted as the last rank of the largest group, and attached as another."""
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    found = start_ranks(HERE / "elastic_ranks.py", tmp_path_factory.mktemp("ranks") / "log")
+    found = start_ranks(STAND_INS / "elastic_ranks.py", tmp_path_factory.mktemp("ranks") / "log")
     yield found
     found.finish()
 
@@ -56,43 +57,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> RankImages:
 @pytest.fixture(scope="module")
 def manifest(images: RankImages, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     folder = tmp_path_factory.mktemp("rank")
-    model = ["-m", "dynamo_elastic.engine.vllm.make_model", str(folder / "model")]
-    environment = {
-        "HOME": str(folder),
-        "OMP_NUM_THREADS": "1",
-        "PATH": os.environ["PATH"],
-        "PYTHONPATH": f"{HERE}:{ROOT}",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        **detached_environment(str(folder / "c")),
-    }
-    subprocess.run([PYTHON, *model], env=environment, check=True, timeout=200)
-    return images.take(RANK, folder / "c", argv(folder), environment, boot_timeout_s=BOOT_TIMEOUT_S)
-
-
-def argv(folder: Path) -> list[str]:
-    values = {
-        "--served-model-name": "m",
-        "--host": "127.0.0.1",
-        "--max-model-len": 256,
-        "--max-num-seqs": 8,
-        "--kv-cache-memory-bytes": 64 << 20,
-        "--data-parallel-size": RANK + 1,
-        "--data-parallel-rank": RANK,
-        "--data-parallel-address": "127.0.0.1",
-        "--data-parallel-rpc-port": 1,
-        "--elastic-ep-max-dp-size": RANK + 1,
-        "--eplb-config": json.dumps({"num_redundant_experts": 0, "use_async": False}),
-        "--distributed-executor-backend": "detached_cpu.Executor",
-        "--worker-cls": "detached_cpu.Worker",
-    }
-    switches = ["enforce-eager", "enable-expert-parallel", "enable-elastic-ep", "enable-eplb"]
-    return [
-        *(str(PYTHON), str(HERE / "detached_serve.py"), str(folder / "c"), str(folder / "model")),
-        *(str(word) for pair in values.items() for word in pair),
-        *(f"--{name}" for name in switches),
-    ]
+    environment = rank_environment(folder)
+    return images.take(
+        RANK,
+        folder / CONTROL_DIR,
+        server_argv(folder),
+        environment,
+        boot_timeout_s=BOOT_TIMEOUT_S,
+    )
 
 
 class Life:
