@@ -64,7 +64,7 @@ BENCHMARKS = tuple(
             "snapshot_fill",
         ),
         Needs.VLLM_CPU: ("vllm_cpu_replicas",),
-        Needs.GPU: ("snapshot_tiers", "snapshot_cycles"),
+        Needs.GPU: ("snapshot_tiers", "snapshot_cycles", "vllm_elastic_alone"),
         Needs.GPUS: (
             "snapshot_parallel",
             "gpu_stream",

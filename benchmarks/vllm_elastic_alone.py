@@ -2,11 +2,13 @@
 
     python benchmarks/vllm_elastic_alone.py run --run-id A --layers 48
     python benchmarks/vllm_elastic_alone.py run --run-id B --layers 2 --keep-weights
+    python benchmarks/vllm_elastic_alone.py report --run-id A,B
 
 Boots a rank of a group of two without the group, takes its image, ends it, and restores it twice.
 Each time its memory is mapped, an expert buffer made, its graphs are rebound, and it generates;
 then it lets go, is parked and brought back, and does the same again. With `--keep-weights` they are
-in the image, and it must generate what it did before. As root.
+in the image, and it must generate what it did before; without, nobody is there to send them. As
+root. `report` makes one result of runs of both kinds.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_ANSWER = "alone.json"
+_ANSWER, _STEPS = "alone.json", "steps.json"
 _TIMEOUT_S = 90.0
 _KEEP = "BENCH_KEEP_WEIGHTS"
 _RANK = "rank"
@@ -62,57 +64,32 @@ def _be_rank(control_dir: str, argv: list[str]) -> None:
     asyncio.run(_live(Path(control_dir), [*elastic_flags(), *argv, *own], began_s))
 
 
-_SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-_WAYS: tuple[tuple[str, dict[str, str], bool], ...] = (
-    ("as it is", {}, False),
-    ("each process starts anew", _SPAWN, False),
-    ("each process starts anew, and only those with devices are frozen", _SPAWN, True),
-)
-"""Ways to make the image, tried in turn until it lives: name, environment, and whether a process
-without the driver's devices is on no GPU, whatever the driver says."""
-
-
 def run(arguments: argparse.Namespace) -> None:
     """All of it; prints a line of JSON after each step. Nothing is left of it."""
-    from vllm_elastic_images import imaging, say, with_devices_only
+    from vllm_elastic_images import imaging
     from vllm_elastic_ranks import IMAGED, OURS, Group, Setup, write_shape
+
+    steps: list[dict[str, Any]] = []
+
+    def say(step: str, **values: Any) -> None:
+        steps.append(json.loads(json.dumps({"step": step, **values}, default=str)))
+        (folder / _STEPS).write_text(json.dumps(steps, indent=1) + "\n")
+        print(json.dumps(steps[-1]), flush=True)
 
     folder = (arguments.work / arguments.run_id).absolute()
     kept = {_KEEP: "1"} if arguments.keep_weights else {}
-    setup = Setup(OURS, arguments.layers, 1, 2, arguments.port, 1, arguments.flags, 1, IMAGED)
+    setup = Setup(OURS, arguments.layers, 1, 2, arguments.port, 1, arguments.flags, 1, IMAGED, kept)
     with imaging(folder) as made:
         write_shape(folder / "model", arguments.layers)
         made.program = (str(Path(__file__).absolute()), _RANK)
         group = Group(setup, folder, 1)
-        for way, environment, strict in _WAYS:
-            group.setup.environment = kept | environment
-            if strict:
-                made.images = with_devices_only(made.images)
-            try:
-                image = made.image_of(group, 1)
-            except SystemExit as exc:
-                say("no image", way=way, why=str(exc))
-                continue
-            say("image", way=way, keeps_weights=bool(kept), **image)
-            if all(_lives(made, group, image["engine"]["probe"], arguments.lives)):
-                return
-            made.forget(1)
-    raise SystemExit("no rank came back from its image")
-
-
-def _lives(made: Any, group: Any, probe: list[int], count: int) -> Iterator[bool]:
-    """Whether the first steps of each life went well."""
-    from vllm_elastic_images import say
-
-    for number in range(count):
-        went = True
-        for step in _life(made, group):
-            same = step.get("tokens") == probe
-            say("life", number=number, same_tokens=same, **step)
-            went = went and "failed" not in step
-        if 1 in group.pids:
+        image = made.image_of(group, 1)
+        say("image", keeps_weights=bool(kept), layers=arguments.layers, **image)
+        for number in range(arguments.lives):
+            for step in _life(made, group):
+                same = step.get("tokens") == image["engine"]["probe"]
+                say("life", number=number, same_tokens=same, **step)
             made.end(group, 1)
-        yield went
 
 
 def _life(made: Any, group: Any) -> Iterator[dict[str, Any]]:
@@ -154,6 +131,58 @@ def _answer(made: Any, group: Any) -> dict[str, Any]:
     return said
 
 
+def metrics_of(runs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """The worst of all lives: times and sizes of runs without weights, tokens of those with."""
+    metrics: dict[str, float] = {}
+
+    def worst(name: str, value: float) -> None:
+        metrics[name] = max(value, metrics.get(name, value))
+
+    for steps in runs:
+        image = next(step for step in steps if step["step"] == "image")
+        lives = [step for step in steps if step["step"] == "life"]
+        worst("lives_failed", sum("failed" in life for life in lives))
+        if image["keeps_weights"]:
+            metrics["lives_with_weights"] = len(lives)
+            metrics["same_tokens"] = sum(life["same_tokens"] for life in lives)
+            continue
+        left, times = image["engine"]["left"], image["timings_s"]
+        for name in ("graphs", "nodes", "unmapped_bytes", "kept_bytes"):
+            metrics[name] = left[name]
+        metrics |= {"image_bytes": image["image_bytes"], "boot_s": times["boot"]}
+        metrics |= {"freeze_s": times["freeze"], "dump_s": times["dump"]}
+        for life in (life for life in lives if "failed" not in life):
+            for name, value in _times(life).items():
+                worst(name, value)
+    return metrics
+
+
+def _times(life: Mapping[str, Any]) -> dict[str, float]:
+    if life["after"] != "its image":
+        own = {name: life[name] for name in ("park_s", "unpark_s", "parked_host_bytes")}
+        return own | {"parked_alive_s": life["alive_s"]}
+    parts, came = life["rehearsed"]["seconds"], life["parts"]
+    return {
+        "image_restore_s": life["restored_s"],
+        "criu_s": came["restore"],
+        "cuda_s": came["thaw"],
+        "verify_s": came["verify"],
+        "alive_s": life["alive_s"],
+        **{f"{name}_s": parts[name] for name in ("memory", "buffer", "rebind")},
+    }
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """One result of all those runs."""
+    from provenance import write_result
+
+    runs = {
+        name: json.loads((arguments.work / name / _STEPS).read_text())
+        for name in arguments.run_id.split(",")
+    }
+    print(write_result("vllm_elastic_alone", metrics_of(list(runs.values())), runs))
+
+
 def main() -> None:
     if sys.argv[1:2] == [_RANK]:
         _be_rank(sys.argv[2], sys.argv[3:])
@@ -164,7 +193,7 @@ def main() -> None:
         epilog="All that is not named here goes to vLLM.",
         allow_abbrev=False,
     )
-    parser.add_argument("command", choices=("run",))
+    parser.add_argument("command", choices=("run", "report"))
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--keep-weights", action="store_true")
@@ -173,7 +202,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(".demo/vllm_elastic"))
     arguments, flags = parser.parse_known_args()
     arguments.flags = flags
-    run(arguments)
+    (run if arguments.command == "run" else report)(arguments)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from vllm_elastic_ranks import Group
 
 from dynamo_elastic.engine.vllm.elastic.flags import detached_environment
 from dynamo_elastic.errors import ElasticError, EngineError
-from dynamo_elastic.snapshot.base import BOOT_LOG, CudaDriver, CudaState, TakePhase, first_pid
+from dynamo_elastic.snapshot.base import BOOT_LOG, TakePhase, first_pid
 from dynamo_elastic.snapshot.catalog import Catalog
 from dynamo_elastic.snapshot.criu import Criu
 from dynamo_elastic.snapshot.cuda_findings import holder_findings
@@ -127,12 +127,10 @@ class Imaging:
 
     def end(self, group: Group, rank: int) -> None:
         """Nothing of `rank` runs any more, so that its pids are free. Raises EngineError."""
-        kill_tree(group.pids.pop(rank), timeout_s=_END_TIMEOUT_S)
+        pid = group.pids.pop(rank, None)
+        if pid is not None:
+            kill_tree(pid, timeout_s=_END_TIMEOUT_S)
         group.save()
-
-    def forget(self, rank: int) -> None:
-        """The image of `rank` is no good."""
-        self._manifests.pop(rank, None)
 
     def _wait_port(self, group: Group, rank: int) -> None:
         port, deadline_s = group.setup.port + rank, time.monotonic() + _WAKE_TIMEOUT_S
@@ -172,29 +170,6 @@ def imaging(folder: Path) -> Iterator[Imaging]:
     with temporary_namespace({}) as namespace:
         namespace.guard_pids(first_pid(_SLOTS_EACH * _MOST_RANKS + _SLOTS_EACH))
         yield Imaging(images, namespace, folder)
-
-
-class _WithDevices:
-    """A driver to which processes that run and have no device of it open are on no GPU."""
-
-    def __init__(self, driver: CudaDriver) -> None:
-        self._driver = driver
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._driver, name)
-
-    def holds_cuda(self, pid: int) -> bool:
-        if not self._driver.holds_cuda(pid):
-            return False
-        files = [str(fd.readlink()) for fd in (PROC / str(pid) / "fd").iterdir()]
-        runs = self._driver.state(pid) is CudaState.RUNNING
-        return not runs or any(path.startswith("/dev/nvidia") for path in files)
-
-
-def with_devices_only(images: RankImages) -> RankImages:
-    """The same, with another notion of which processes are on a GPU."""
-    driver: Any = _WithDevices(images.gpu.driver)
-    return replace(images, gpu=Gpu(driver, images.gpu.inventory))
 
 
 class _Watch:

@@ -43,8 +43,9 @@ class ElasticInstrumentedScheduler(dynamo_scheduler.InstrumentedScheduler):  # t
     """
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        # The port is open only until release(): any that is free.
-        os.environ[dynamo_scheduler.ENV_FPM_PORT] = "0"
+        # The port is open only until release(): any that is free. Dynamo adds the rank to it.
+        rank = vllm_config.parallel_config.data_parallel_index
+        os.environ[dynamo_scheduler.ENV_FPM_PORT] = str(-rank)
         self._events: KVEventsConfig | None = vllm_config.kv_events_config
         super().__init__(vllm_config, *args, **kwargs)
         self._opened = True
@@ -62,7 +63,7 @@ class ElasticInstrumentedScheduler(dynamo_scheduler.InstrumentedScheduler):  # t
         self.release()
         self._opened = True
         self._publisher, fpm_port = self._open_publisher()
-        self.kv_event_publisher = EventPublisherFactory.create(self._events)
+        self.kv_event_publisher = EventPublisherFactory.create(self._events, self._fpm_dp_rank)
         opened = self.kv_event_publisher.get_publisher_config()
         return {"fpm_port": fpm_port, "events": opened.endpoint if opened is not None else ""}
 

@@ -160,10 +160,14 @@ def own_metrics_directory(control_dir: Path) -> None:
 
 
 def relay_from(opened: dict[str, Any], config: Any) -> None:
-    """Dynamo's relays of this process listen to the publishers of our own engine core."""
-    os.environ[ENV_FPM_PORT] = str(opened["fpm_port"])
+    """Dynamo's relays of this process listen to the publishers of our own engine core. They add
+    the rank to both ports."""
+    rank = config.engine_args.data_parallel_rank or 0
+    os.environ[ENV_FPM_PORT] = str(opened["fpm_port"] - rank)
     if opened["events"]:
-        events = replace(config.engine_args.kv_events_config, endpoint=opened["events"])
+        host, _, port = opened["events"].rpartition(":")
+        endpoint = f"{host}:{int(port) - rank}"
+        events = replace(config.engine_args.kv_events_config, endpoint=endpoint)
         config.engine_args.kv_events_config = events
 
 

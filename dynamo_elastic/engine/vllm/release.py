@@ -97,9 +97,8 @@ def close_log_files() -> int:
 
 def shut_nvml(nvml: Any = None) -> int:
     """NVML holds no device of the driver in this process; returns how often it was open. torch
-    opens it to count GPUs and never shuts it down. No image can hold its devices, and a child that
-    was forked meanwhile has them too and can't close them: so before each fork, and at the end.
-    Whoever needs it opens it again."""
+    opens it to count GPUs and never shuts it down, in every process of an engine, and no image can
+    hold its devices. Whoever needs it opens it again."""
     library = nvml or _nvml()
     count = 0
     while library is not None and count < _MOST_HOLDERS and library.nvmlShutdown() == 0:

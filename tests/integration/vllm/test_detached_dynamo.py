@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.criu,
     pytest.mark.etcd,
-    pytest.mark.timeout(800),
+    pytest.mark.timeout(900),
 ]
 
 BOOT_TIMEOUT_S = 500.0

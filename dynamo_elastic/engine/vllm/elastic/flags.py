@@ -29,13 +29,15 @@ def elastic_environment(*, park: bool = False) -> dict[str, str]:
 
 def detached_environment(control_dir: str) -> dict[str, str]:
     """What a rank that boots without a group needs before it imports vLLM. Sockets between its
-    processes are in the one directory that every copy of its image has for itself."""
+    processes are in the one directory that every copy of its image has for itself. Its worker
+    starts anew: one that vLLM forked dies at its first call of CUDA after an image."""
     return elastic_environment(park=True) | {
         f"{PREFIX}DETACHED": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": control_dir,
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
 
 

@@ -17,7 +17,6 @@ from vllm.v1.engine import core_client
 from dynamo_elastic.engine.vllm.elastic.guard import Stage
 from dynamo_elastic.engine.vllm.elastic.meeting import EPOCH_KEY, publish_error
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
-from dynamo_elastic.engine.vllm.release import shut_nvml
 from dynamo_elastic.engine.vllm.v0_33 import routes
 from dynamo_elastic.errors import EngineError
 
@@ -274,10 +273,6 @@ class ElasticClient(core_client.DPAsyncMPClient):  # type: ignore[misc]
     of one."""
 
     stats_update_address: str | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        shut_nvml()  # the engine core is forked here
-        super().__init__(*args, **kwargs)
 
     def _ensure_stats_update_task(self) -> None:
         if self.stats_update_address is not None:

@@ -7,7 +7,6 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.version import __version__
 
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
-from dynamo_elastic.engine.vllm.release import shut_nvml
 from dynamo_elastic.engine.vllm.v0_33 import client, core, detached_core, handshake, operation
 from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
 
@@ -24,7 +23,3 @@ operation.install()
 
 class ElasticExecutor(MultiprocExecutor):  # type: ignore[misc]
     """Named on the command line so that this module is imported."""
-
-    def _init_executor(self) -> None:
-        shut_nvml()  # the worker is forked here
-        super()._init_executor()
