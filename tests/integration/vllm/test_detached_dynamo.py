@@ -30,10 +30,10 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.criu,
     pytest.mark.etcd,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1500),
 ]
 
-BOOT_TIMEOUT_S = 500.0
+BOOT_TIMEOUT_S = 900.0
 LOOPBACK = "127.0.0.1"
 
 
