@@ -57,15 +57,18 @@ class Commands:
         """Raises SystemExit if the group did not do as it was told, or the time is over."""
         name = self._given.command
         command = {**_KEEPS, **_ENDS}[name]
+        stays = False
         try:
             with imaging_for(self._given.leavers, self._folder) as self._imaging:
                 async with asyncio.timeout(self._given.deadline_s):
+                    stays = name in _KEEPS
                     await command(self)
+                    stays = stays or self._given.keep
         except TimeoutError:
-            end(self._folder)
+            stays = False
             raise SystemExit(f"{name} was not done in {self._given.deadline_s:g} s") from None
         finally:
-            if name in _ENDS and not self._given.keep:
+            if not stays:
                 end(self._folder)
 
     async def start(self) -> None:

@@ -75,7 +75,7 @@ class Saboteur:
     """Does one fault in one operation, and knows when it did."""
 
     def __init__(self, session: Session, act: Act, victim: int, given_s: float) -> None:
-        self._group, self._act, self._victim = session.group, act, victim
+        self._group, self._act, self.victim = session.group, act, victim
         self._joiner = session.group.width
         self._after_s = {
             When.AT_ONCE: 0.0,
@@ -94,7 +94,7 @@ class Saboteur:
 
     async def _do(self) -> None:
         await asyncio.sleep(self._after_s)
-        self._group.send(self._victim, self._act.signal)
+        self._group.send(self.victim, self._act.signal)
         self.acted_s = time.monotonic()
 
     async def done(self) -> None:
@@ -139,7 +139,7 @@ async def inject(
     began_s = time.monotonic()
     operations = await _watched(session, saboteur, width, left, watch_s)
     ended_s = time.monotonic()
-    group.end([victim])
+    group.end(range(left, width) if act.retained else [victim])
     following = await _next(session, left, width)
     after_s = time.monotonic()
     await clients.stop()
@@ -165,10 +165,10 @@ async def _watched(
     began_s = time.monotonic()
 
     async def operations() -> None:
-        found.append(await session.resize(width, saboteur.watch))
+        found.append(await session.resize(width, watcher=saboteur.watch))
         await saboteur.done()
         if session.group.width > left:
-            found.append(await session.resize(left))
+            found.append(await session.resize(left, without={saboteur.victim}))
 
     found: list[dict[str, Any]] = []
     task = asyncio.create_task(operations())

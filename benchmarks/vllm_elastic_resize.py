@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -15,6 +15,7 @@ from vllm_elastic_tiers import COLD, Ended
 from dynamo_elastic.errors import ElasticError
 
 _WATCH_S = 0.02
+_SELDOM_S = 0.5
 _GRACE_S = 8.0
 _LINGER_S = 5.0
 """For joiners to say that they were ready, when all others have answered."""
@@ -49,12 +50,15 @@ class Limits:
 
 
 async def resize(
-    group: Group, tier: Ended, width: int, limits: Limits, watcher: Watcher = _nobody
-) -> dict[str, Any]:
+    group: Group, tier: Ended, width: int, limits: Limits, watcher: Watcher = _nobody,
+    without: Collection[int] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Scale to `width`: what every rank answered and when, how each joiner came. The group has the
-    new width if all who are in it said 200; a rank that has ended is not asked."""
+    new width if all who are asked said 200: who is in it, but for ranks that have ended, and those
+    of `without`."""
     before, began_s = group.width, time.monotonic()
-    asked = [rank for rank in range(before) if rank in group.pids and alive(group.pids[rank])]
+    there = [rank for rank in range(before) if rank in group.pids and alive(group.pids[rank])]
+    asked = [rank for rank in there if rank not in without]
     operation = asyncio.create_task(_ask_all(group, asked, width, began_s, limits.scale_s))
     joining = [
         asyncio.create_task(_join(group, tier, rank, width, began_s, limits, watcher))
@@ -143,7 +147,9 @@ async def _join(
                 await _tell_of_failure(group, reason)
                 return found
             await watcher(Stage.READY, rank)
-        if await _until_commit(group, width):
+        # To ask costs the rank that is asked: not often unless somebody waits for it.
+        look_s = _SELDOM_S if watcher is _nobody else _WATCH_S
+        if await _until_commit(group, width, look_s):
             await watcher(Stage.COMMITTING, rank)
             found["committing_s"] = round(time.monotonic() - began_s, 3)
         return found
@@ -151,7 +157,7 @@ async def _join(
         watch.cancel()
 
 
-async def _until_commit(group: Group, width: int) -> bool:
+async def _until_commit(group: Group, width: int, look_s: float) -> bool:
     """False if the operation failed before."""
     while True:
         status, said = await group.post(0, "/is_scaling_elastic_ep", {}, 2)
@@ -160,7 +166,7 @@ async def _until_commit(group: Group, width: int) -> bool:
                 return True
             if said["phase"] == "failed":
                 return False
-        await asyncio.sleep(_WATCH_S)
+        await asyncio.sleep(look_s)
 
 
 async def _tell_of_its_end(group: Group, rank: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from vllm_elastic_clients import Clients
 from vllm_elastic_meter import seen
 from vllm_elastic_ranks import MODEL, Group, alive, write_shape
-from vllm_elastic_resize import Limits, Watcher, resize
+from vllm_elastic_resize import Limits, resize
 from vllm_elastic_scores import compared, first_token_s, logprobs, scored, worst_difference
 from vllm_elastic_tiers import TIERS, Ended
 
@@ -82,10 +82,9 @@ class Session:
     async def ask(self, rank: int, body: Any) -> tuple[int, Any]:
         return await self.group.post(rank, "/v1/completions", body, _ASK_S)
 
-    async def resize(self, width: int, watcher: Watcher | None = None) -> dict[str, Any]:
+    async def resize(self, width: int, **how: Any) -> dict[str, Any]:
         """See vllm_elastic_resize; leavers are not seen off."""
-        more = () if watcher is None else (watcher,)
-        return await resize(self.group, self.tier, width, self.limits, *more)
+        return await resize(self.group, self.tier, width, self.limits, **how)
 
     async def prepare(self, width: int) -> None:
         """Before an operation, and no part of it: what those need who will join."""

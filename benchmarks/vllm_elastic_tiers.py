@@ -48,7 +48,9 @@ class Ended:
         return {}
 
     async def restore(self, rank: int, width: int) -> Restored:
-        """The process of `rank`, which joins a group that grows to `width`."""
+        """The process of `rank`, which joins a group that grows to `width`. One that was started
+        for an operation that failed is of no use."""
+        self.group.end([rank])
         self.group.start(rank, width, joins=True)
         return Restored(COLD)
 

@@ -153,7 +153,11 @@ def test_commands_go_on_where_the_last_one_ended(work: Path) -> None:
         assert started.returncode == 0
         refused = measure(work, "scale", "--widths", "4")
         assert "did not scale" in refused.stderr
+        waited_in_vain = json.loads((work / "t" / "upstream" / "group.json").read_text())["pids"][
+            "2"
+        ]
         assert measure(work, "scale", "--widths", "3").returncode == 0
+        assert not Path(f"/proc/{waited_in_vain}").exists()
     finally:
         measure(work, "stop")
     failed, scaled = [s for s in steps_of(work, "upstream") if s["step"] == "scale"]

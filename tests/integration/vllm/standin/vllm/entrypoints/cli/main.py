@@ -40,9 +40,11 @@ class Rank:
         self._retired = retired
         self._joining: asyncio.Task[None] | None = None
         group = Path(arguments.model_tag).parent / "group"
-        self._operations = Operations(group, arguments.data_parallel_size)
+        joins = os.environ.get("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH") == "1"
+        founds = self._rank == 0 and not (joins or retired)
+        self._operations = Operations(group, arguments.data_parallel_size, anew=founds)
         self._epoch = self._operations.now()["epoch"]
-        if os.environ.get("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH") == "1" and not retired:
+        if joins and not retired:
             self._joining = asyncio.create_task(self._boot_and_join())
         else:
             self._serves.set()

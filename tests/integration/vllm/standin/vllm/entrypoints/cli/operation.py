@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ PREPARING, COMMITTING, COMPLETED, FAILED = "preparing", "committing", "completed
 class Operations:
     """Of one group; rank 0 alone writes, but for who is ready and what went wrong."""
 
-    def __init__(self, folder: Path, width: int) -> None:
+    def __init__(self, folder: Path, width: int, *, anew: bool) -> None:
         self._folder = folder
-        folder.mkdir(exist_ok=True)
-        if not self._path("width").exists():
+        if anew:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
             self.put_width(width)
 
     def _path(self, name: str) -> Path:
