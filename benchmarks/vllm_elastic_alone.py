@@ -45,12 +45,30 @@ async def _live(control_dir: Path, argv: list[str], began_s: float) -> None:
             (said,) = await engine.collective_rpc("elastic_ep_execute", args=("rehearse",))
             tokens = await Replica(engine, control_dir).probe(timeout_s=_TIMEOUT_S)
             alive_s = round(time.monotonic() - since_s, 3)
+            scores = await _logprobs(engine) if os.environ.get(_KEEP) else []
             left = await engine.engine_core.call_utility_async("detach_elastic_ep")
             answer = {"rehearsed": said, "tokens": list(tokens), "alive_s": alive_s, "left": left}
+            answer["logprobs"] = scores
             partial = control_dir / f"{_ANSWER}.partial"
             partial.write_text(json.dumps(answer))
             partial.rename(control_dir / _ANSWER)
             await rest(engine, control_dir, began_s)
+
+
+async def _logprobs(engine: Any) -> list[float]:
+    """Of greedy tokens after a few prompts: they tell of every weight, as the tokens of a model
+    with dummy weights do not."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0)
+    found: list[float] = []
+    for number in range(4):
+        prompt = {"prompt_token_ids": [5, 6, 7, 8, 20 + number]}
+        async for output in engine.generate(prompt, params, f"score-{time.monotonic()}"):
+            last = output
+        steps = zip(last.outputs[0].token_ids, last.outputs[0].logprobs, strict=True)
+        found += [step[token].logprob for token, step in steps]
+    return found
 
 
 def _be_rank(control_dir: str, argv: list[str]) -> None:
@@ -84,11 +102,15 @@ def run(arguments: argparse.Namespace) -> None:
         made.program = (str(Path(__file__).absolute()), _RANK)
         group = Group(setup, folder, 1)
         image = made.image_of(group, 1)
+        first: list[float] = []
         say("image", keeps_weights=bool(kept), layers=arguments.layers, **image)
         for number in range(arguments.lives):
             for step in _life(made, group):
                 same = step.get("tokens") == image["engine"]["probe"]
-                say("life", number=number, same_tokens=same, **step)
+                scores = step.pop("logprobs", [])
+                first = first or scores
+                apart = max((abs(a - b) for a, b in zip(first, scores, strict=False)), default=None)
+                say("life", number=number, same_tokens=same, logprobs_apart=apart, **step)
             made.end(group, 1)
 
 
@@ -145,6 +167,9 @@ def metrics_of(runs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
         if image["keeps_weights"]:
             metrics["lives_with_weights"] = len(lives)
             metrics["same_tokens"] = sum(life["same_tokens"] for life in lives)
+            for apart in (life.get("logprobs_apart") for life in lives):
+                if apart is not None:
+                    worst("logprobs_apart", apart)
             continue
         left, times = image["engine"]["left"], image["timings_s"]
         for name in ("graphs", "nodes", "unmapped_bytes", "kept_bytes"):

@@ -130,7 +130,7 @@ def test_joiners_come_from_an_image_beside_a_group_that_serves(work: Path) -> No
 @pytest.mark.timeout(200)
 def test_one_rank_alone_lives_twice_from_its_image(work: Path) -> None:
     script = BENCHMARK.with_name("vllm_elastic_alone.py")
-    words = ["run", "--run-id", "t", "--work", str(work), "--layers", "1"]
+    words = ["run", "--run-id", "t", "--work", str(work), "--layers", "1", "--keep-weights"]
     done = subprocess.run(
         [sys.executable, str(script), *words],
         env=os.environ | {"PYTHONPATH": f"{STANDIN}:{ROOT}"},
@@ -140,6 +140,7 @@ def test_one_rank_alone_lives_twice_from_its_image(work: Path) -> None:
     assert [step["step"] for step in said] == ["image", *["life"] * 4], done.stderr[-3000:]
     assert [life["after"] for life in said[1:]] == ["its image", "parking"] * 2
     assert all(life["same_tokens"] and "failed" not in life for life in said[1:])
+    assert [life["logprobs_apart"] for life in said[1:]] == [0.0] * 4
     assert said[1]["rehearsed"] == {"called": "elastic_ep_execute"}
     assert said[0]["engine"]["probe"] == list(range(8))
 

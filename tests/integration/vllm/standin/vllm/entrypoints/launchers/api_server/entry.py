@@ -30,7 +30,10 @@ class Engine:
         return [{"called": method}]
 
     async def generate(self, *_: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=list(range(8)))])
+        logprobs = [{token: SimpleNamespace(logprob=-1.5)} for token in range(8)]
+        yield SimpleNamespace(
+            outputs=[SimpleNamespace(token_ids=list(range(8)), logprobs=logprobs)]
+        )
 
 
 @asynccontextmanager
