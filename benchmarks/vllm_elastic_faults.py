@@ -129,7 +129,7 @@ async def inject(
 ) -> bool:
     """One fault while the group grows to `width`, watched until `watch_s` after it, and the next
     operation. False if that did not succeed: the group is of no more use."""
-    group, act, before = session.group, ACTS[fault], session.group.width
+    act, before = ACTS[fault], session.group.width
     left = before - 1 if act.retained else before
     victim = left if act.retained else before
     await session.prepare(width)
@@ -139,7 +139,7 @@ async def inject(
     began_s = time.monotonic()
     operations = await _watched(session, saboteur, width, left, watch_s)
     ended_s = time.monotonic()
-    group.end(range(left, width) if act.retained else [victim])
+    await session.tier.end(range(left, width) if act.retained else [victim])
     following = await _next(session, left, width)
     after_s = time.monotonic()
     await clients.stop()
@@ -199,7 +199,7 @@ async def _next(session: Session, left: int, width: int) -> list[dict[str, Any]]
             continue
         found.append(await session.resize(target))
         if not found[-1]["ok"]:
-            session.group.end(range(left, width))
+            await session.tier.end(range(left, width))
             break
     return found
 

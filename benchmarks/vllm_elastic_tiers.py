@@ -44,13 +44,17 @@ class Ended:
 
     async def see_off(self, ranks: Sequence[int]) -> dict[str, Any]:
         """By step, what there is to be measured of ranks that have left."""
-        self.group.end(ranks)
+        await self.end(ranks)
         return {}
+
+    async def end(self, ranks: Sequence[int]) -> None:
+        """Nobody of them is of use any more."""
+        self.group.end(ranks)
 
     async def restore(self, rank: int, width: int) -> Restored:
         """The process of `rank`, which joins a group that grows to `width`. One that was started
         for an operation that failed is of no use."""
-        self.group.end([rank])
+        await self.end([rank])
         self.group.start(rank, width, joins=True)
         return Restored(COLD)
 
@@ -105,7 +109,13 @@ class Imaged(Ended):
         found: dict[str, Any] = await asyncio.to_thread(self._imaging.image_of, self.group, rank)
         return found if "image_bytes" in found else {}
 
+    async def end(self, ranks: Sequence[int]) -> None:
+        # Their next lives have the same pids.
+        for rank in ranks:
+            await asyncio.to_thread(self._imaging.end, self.group, rank)
+
     async def restore(self, rank: int, width: int) -> Restored:
+        await self.end([rank])
         seconds = await asyncio.to_thread(self._imaging.bring_back, self.group, rank)
         return Restored(IMAGED, seconds)
 
