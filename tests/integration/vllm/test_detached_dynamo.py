@@ -21,7 +21,7 @@ from dynamo_elastic.testing.detached_ranks import (
     dynamo_argv,
     rank_environment,
 )
-from dynamo_elastic.testing.etcd_process import EtcdProcess, free_port
+from dynamo_elastic.testing.etcd_process import EtcdProcess
 from dynamo_elastic.testing.rank_images import LOG, RankImages, attach
 
 pytestmark = [
@@ -88,7 +88,6 @@ def test_dynamo_hears_of_a_rank_from_an_image_when_its_shell_says_so(
                 "DYN_REQUEST_PLANE": "tcp",
                 "DYN_SELF_HOST_METADATA": "0",
                 "DYN_SYSTEM_HOST": LOOPBACK,
-                "DYN_SYSTEM_PORT": str(free_port()),
                 "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK,
                 "DYN_TCP_RPC_HOST": LOOPBACK,
                 "ETCD_ENDPOINTS": etcd.url,
