@@ -167,6 +167,7 @@ class RpcClient:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def call(self, name: str, params: Mapping[str, Any], *, timeout_s: float) -> Any:
         """The result of `name`. Raises the server's typed error (EngineError if its constructor
@@ -201,12 +202,15 @@ class RpcClient:
             raise EngineGone(f"{name} on {self._path.name}: {exc}") from exc
 
     async def close(self) -> None:
-        """Close the connections. Idempotent."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        """Close the connections; to who calls from now on the server is gone. Idempotent."""
+        self._closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     def _open(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise EngineGone(f"nobody asks {self._path.name} any more: its client is closed")
         if self._session is None:
             connector = aiohttp.UnixConnector(path=str(self._path))
             self._session = aiohttp.ClientSession(connector=connector)

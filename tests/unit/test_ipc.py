@@ -139,6 +139,21 @@ def test_a_server_that_was_closed_is_forgotten(tmp_path: Path) -> None:
     assert before() is None
 
 
+def test_to_who_calls_while_the_client_is_closed_the_server_is_gone(tmp_path: Path) -> None:
+    """A shell asks its engine how busy it is, and parks it meanwhile."""
+
+    async def body(client: RpcClient) -> None:
+        await client.call("echo", {}, timeout_s=5)
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        for _ in range(2):
+            with pytest.raises(EngineGone):
+                await client.call("echo", {}, timeout_s=5)
+            await closing
+
+    with_server(tmp_path / "s.sock", body)
+
+
 def test_nobody_listening_is_engine_gone(tmp_path: Path) -> None:
     async def run() -> None:
         client = RpcClient(tmp_path / "none.sock")

@@ -336,6 +336,7 @@ async def test_successor_does_not_take_what_is_stale_dead_or_half_done(directory
             assert await here.park(engine, slot) == ""
     # Slot 0 died, slot 1 is of another boot, slot 2 was between two states.
     os.kill(engines[0].pid, signal.SIGKILL)
+    await until(lambda: identify(engines[0].pid) is None)
     path = config.control_dir(1) / PARKED_FILE
     record = json.loads(path.read_text())
     record["fingerprint"]["package"] = "0.0.1 of yesterday"
