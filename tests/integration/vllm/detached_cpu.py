@@ -23,6 +23,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: E402
 from vllm.v1.worker import cpu_worker, dp_utils  # noqa: E402
 
 import dynamo_elastic.engine.vllm.v0_33.worker  # noqa: E402, F401 - it puts our groups in place
+from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings  # noqa: E402
 from dynamo_elastic.engine.vllm.v0_33 import detached  # noqa: E402
 from dynamo_elastic.engine.vllm.v0_33.executor import ElasticExecutor  # noqa: E402
 from dynamo_elastic.engine.vllm.v0_33.scaling import ElasticScaling  # noqa: E402
@@ -90,8 +91,9 @@ def _init_environment(*args: Any, **kwargs: Any) -> None:
     group.device_communicator = Communicator(group.device_communicator.all2all_manager)
 
 
-detached.install(cpu_worker)
-cpu_worker.init_worker_distributed_environment = _init_environment
+if ElasticSettings.from_environment().detached:
+    detached.install(cpu_worker)
+    cpu_worker.init_worker_distributed_environment = _init_environment
 
 
 class Executor(ElasticExecutor):
@@ -105,6 +107,9 @@ class Scaling(ElasticScaling):
 
     def load_model(self) -> None:
         self.worker.load_model()
+        self.balance()
+
+    def balance(self) -> None:
         event = types.SimpleNamespace(wait=lambda *_: None, record=lambda *_: None)
         eplb_state.CpuGpuEvent = lambda: event
         runner = self.worker.model_runner

@@ -1,0 +1,93 @@
+"""What stands in for GPUs in a whole deployment of ranks of vLLM 0.33, beside detached_cpu.py.
+
+Every rank has all experts, so what is dispatched stays where it is. Groups, operations, handshakes
+and weights on their way are real. Imported in all processes of a rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+detached_cpu: Any = importlib.import_module("detached_cpu")  # before vLLM, whose kernels it chooses
+
+import torch  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: E402
+    CPUUnquantizedExperts,
+)
+from vllm.v1.worker import cpu_worker, dp_utils  # noqa: E402
+
+from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings  # noqa: E402
+from dynamo_elastic.engine.vllm.v0_33 import groups  # noqa: E402
+from dynamo_elastic.engine.vllm.v0_33.scaling import ElasticScaling  # noqa: E402
+
+
+def _apply_all(
+    self: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any,
+    activation: Any, global_num_experts: Any, expert_map: Any, *rest: Any, **more: Any,
+) -> Any:  # fmt: skip
+    """Any rank's copy of an expert is as good as this rank's."""
+    here = (topk_ids % w1.shape[0]).to(topk_ids.dtype).contiguous()
+    return detached_cpu._apply(
+        self, output, hidden_states, w1, w2, topk_weights, here, activation,
+        global_num_experts, None, *rest, **more,
+    )  # fmt: skip
+
+
+CPUUnquantizedExperts.apply = _apply_all
+groups.SlimGroup._communicator = lambda *_: detached_cpu.Communicator(None)  # type: ignore[method-assign]
+_upstream = cpu_worker.init_worker_distributed_environment
+
+
+def _init_founder(
+    config: Any, rank: int, method: Any = None, local_rank: int = -1, *_: Any
+) -> None:
+    _upstream(config, rank, method, local_rank, "gloo")
+    # There is no batch to agree on where nothing is dispatched.
+    dp_utils._skip_dp_coordination.set(True)
+
+
+if not ElasticSettings.from_environment().detached:
+    cpu_worker.init_worker_distributed_environment = _init_founder
+
+
+class Executor(detached_cpu.Executor):  # type: ignore[misc]
+    """Named on the command line, so that this module is imported in the engine core."""
+
+
+class Scaling(detached_cpu.Scaling):  # type: ignore[misc]
+    """Real weights go from founders to joiners."""
+
+    def _replicated(self, experts: Any) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = ElasticScaling._replicated(self, experts)
+        return found
+
+    def commit_scale_up(self, is_existing_worker: bool) -> None:
+        if is_existing_worker:
+            self.broadcast_expert_mapping()
+            self._start_group_cleanup(self.switch_and_prepare())
+        else:
+            self.receive_expert_mapping()
+        dp_utils._skip_dp_coordination.set(True)
+        parallel_state._EP.device_communicator = detached_cpu.Communicator(None)
+
+    def perform_scale_down_eplb_reshuffle(self, new_dp_size: int) -> None:
+        """Everybody has all experts."""
+
+    def let_go(self) -> dict[str, Any]:
+        """As if its memory had been unmapped."""
+        for tensor in self._replicated(self._model().expert_weights).values():
+            tensor.zero_()
+        return {}
+
+
+class Worker(detached_cpu.Worker):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.elastic_ep_executor = Scaling(self)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.model_runner.eplb_state is None:
+            self.elastic_ep_executor.balance()

@@ -1,0 +1,111 @@
+"""A whole deployment of vLLM ranks that share experts, under Dynamo, without a GPU: planner-side
+target to ranks in force, requests all the while."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from dynamo_elastic.agent.base import Tier
+from dynamo_elastic.config import DeploymentConfig
+from dynamo_elastic.coordinator.status import read_status
+from dynamo_elastic.demo.load import Load, reference_texts, summarize
+from dynamo_elastic.demo.run import demo_config, leftovers, restored_from
+from dynamo_elastic.demo.vllm import short_prompts
+from dynamo_elastic.engine.vllm.make_model import write_model
+from dynamo_elastic.serve.deployment import running
+from dynamo_elastic.testing.cycles import scale_to
+from dynamo_elastic.testing.detached_ranks import STAND_INS
+from dynamo_elastic.testing.vllm_ranks import PYTHON, ROOT
+
+pytestmark = [
+    pytest.mark.vllm_elastic,
+    pytest.mark.slow,
+    pytest.mark.root,
+    pytest.mark.etcd,
+    pytest.mark.dynamo,
+    pytest.mark.timeout(1500),
+]
+
+EXPERTS = 8
+"""Of the tiny model; every rank has all of them, as nothing is dispatched here."""
+BOOT_TIMEOUT_S = 600.0
+CLIENTS = 2
+
+
+def interpreter(folder: Path) -> Path:
+    """One that starts a rank with its stand-ins in place of the module it is told, in an
+    environment that looks like the one behind it."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "lib").symlink_to(PYTHON.parent.parent / "lib")
+    path = folder / "bin" / "python"
+    path.write_text(f'#!/bin/sh\nshift 2\nexec {PYTHON} {STAND_INS}/group_dynamo.py "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def deployment_config(work_dir: Path) -> DeploymentConfig:
+    write_model(work_dir / "model")
+    return demo_config(
+        work_dir,
+        "test-elastic",
+        model={"path": str(work_dir / "model"), "name": "tiny-moe"},
+        engine={
+            "kind": "vllm-elastic",
+            "python": str(interpreter(work_dir / "python")),
+            "slots_per_rank": EXPERTS,
+            "args": "--dtype float32 --max-model-len 256 --max-num-seqs 8 "
+            "--kv-cache-memory-bytes 67108864",
+        },
+        scale={
+            "initial_ranks": 2,
+            "min_ranks": 2,
+            "max_ranks": 3,
+            "restore_timeout_s": BOOT_TIMEOUT_S,
+            "operation_timeout_s": 2 * BOOT_TIMEOUT_S,
+            "step_timeout_s": 60.0,
+            "drain_timeout_s": 20.0,
+        },
+        snapshot={"enabled": False},
+        planner={"enabled": False},
+    )
+
+
+async def scale_and_back(work_dir: Path) -> None:
+    config = deployment_config(work_dir)
+    async with running(config, print) as deployment:
+        load = Load(deployment.url, config.model.name, short_prompts(), CLIENTS)
+        load.start()
+        await load.wait_for_each_prompt(timeout_s=240)
+        reference = reference_texts(load.results)
+        up = await scale_to(deployment, 3)
+        assert restored_from(up) == {Tier.COLD}
+        await asyncio.sleep(3)
+        await scale_to(deployment, 2)
+        again = await scale_to(deployment, 3)
+        assert restored_from(again) == {Tier.PARKED}
+        await asyncio.sleep(2)
+        await load.stop()
+        status = await read_status(deployment.store, deployment.keys)
+        assert status.topology is not None
+        assert status.topology.world_size == 3
+        summary = summarize(load.results, reference)
+        assert (summary.requests_failed, summary.errors) == (0, ())
+        assert summary.tokens_equal
+        pids = set(deployment.supervisor.pids.values())
+    assert leftovers(config, pids) == []
+
+
+def test_ranks_join_leave_and_come_back_under_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", f"{STAND_INS}:{ROOT}")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    assert os.access(PYTHON, os.X_OK)
+    asyncio.run(scale_and_back(tmp_path))
