@@ -64,7 +64,12 @@ BENCHMARKS = tuple(
             "snapshot_fill",
         ),
         Needs.VLLM_CPU: ("vllm_cpu_replicas",),
-        Needs.GPU: ("snapshot_tiers", "snapshot_cycles", "vllm_elastic_alone"),
+        Needs.GPU: (
+            "snapshot_tiers",
+            "snapshot_cycles",
+            "vllm_elastic_alone",
+            "vllm_elastic_shared",
+        ),
         Needs.GPUS: (
             "snapshot_parallel",
             "gpu_stream",

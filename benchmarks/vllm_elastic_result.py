@@ -17,6 +17,7 @@ from vllm_elastic_session import Measured
 from vllm_elastic_tiers import COLD
 from vllm_elastic_trace import Waited, p95_between
 
+SHARED = "vllm_elastic_shared"
 Steps = Sequence[Mapping[str, Any]]
 
 
@@ -34,7 +35,14 @@ def write(root: Path) -> Path:
         metrics["upstream_up_s"] = metrics.pop("upstream_up_cold_s")
     metrics |= beside_upstream(steps)
     print(json.dumps(metrics, indent=1))
-    return write_result("vllm_elastic", metrics, steps)
+    return write_result(SHARED if _shares_gpus(steps) else "vllm_elastic", metrics, steps)
+
+
+def _shares_gpus(steps: Mapping[str, Steps]) -> bool:
+    """Whether there were fewer GPUs than ranks: then times compare one engine with the other, and
+    say nothing of either alone."""
+    setups = [_of(of_engine, "start").get("setup", {}) for of_engine in steps.values()]
+    return any(s.get("gpus", 0) < s.get("max_ranks", 0) for s in setups)
 
 
 def beside_upstream(steps: Mapping[str, Steps]) -> dict[str, float]:
@@ -66,8 +74,10 @@ def metrics_of(steps: Steps) -> dict[str, float]:
             worst("cold_start_s", step["cold_start_s"])
         elif step["step"] == "scale":
             way = "up" if step["to"] > step["from"] else "down"
-            worst(f"{way}_failed", float(not step["ok"]))
-            worst(f"{way}{_joined_by(step)}_s", step["total_s"])
+            serves = step["ok"] and None not in step.get("joiner_first_token_s", {}).values()
+            worst(f"{way}_failed", float(not serves))
+            # One whose joiners never made a token was quick for nothing.
+            worst(f"{way}{_joined_by(step)}{'' if serves else '_in_vain'}_s", step["total_s"])
             worst(f"gap_{way}_s", step["seen"]["longest_gap_s"])
             worst("moved_gap_max_s", step["seen"].get("moved_gap_max_s"))
             for name, counted in (("requests", "requests"), ("requests_failed", "failed")):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,7 +89,7 @@ def test_the_result_holds_the_worst_of_each_kind() -> None:
         "up_s": 12.0,
         "gap_up_s": 0.5,
         "down_failed": 1.0,
-        "down_s": 9.0,
+        "down_in_vain_s": 9.0,
         "gap_down_s": 0.5,
         "requests": 25,
         "requests_failed": 4,
@@ -109,6 +111,28 @@ def test_the_result_holds_the_worst_of_each_kind() -> None:
 def test_a_result_says_how_its_joiners_came(tiers: list[str], name: str) -> None:
     joiners = [{"rank": 2 + n, "tier": tier} for n, tier in enumerate(tiers)]
     assert result.metrics_of([scaled(joiners=joiners)])[name] == 9.0
+
+
+def test_an_operation_whose_joiners_make_no_token_was_quick_for_nothing() -> None:
+    joiners = [{"rank": 2, "tier": "parked"}]
+    found = result.metrics_of([scaled(joiners=joiners, joiner_first_token_s={"2": None})])
+    assert (found["up_failed"], found["up_parked_in_vain_s"]) == (1.0, 9.0)
+    assert "up_parked_s" not in found
+    found = result.metrics_of([scaled(joiners=joiners, joiner_first_token_s={"2": 0.4})])
+    assert (found["up_failed"], found["up_parked_s"]) == (0.0, 9.0)
+
+
+def test_ranks_that_share_gpus_have_a_result_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = []
+    monkeypatch.setattr(result, "write_result", lambda name, *_: named.append(name))
+    for gpus in (2, 1):
+        start = {"step": "start", "cold_start_s": 1.0, "setup": {"gpus": gpus, "max_ranks": 2}}
+        (tmp_path / "ours").mkdir(exist_ok=True)
+        (tmp_path / "ours" / "measured.json").write_text(json.dumps([start]))
+        result.write(tmp_path)
+    assert named == ["vllm_elastic", "vllm_elastic_shared"]
 
 
 def test_both_engines_are_compared_where_their_ranks_are_alike() -> None:
