@@ -44,7 +44,7 @@ class ElasticInstrumentedScheduler(dynamo_scheduler.InstrumentedScheduler):  # t
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         # The port is open only until release(): any that is free. Dynamo adds the rank to it.
-        rank = vllm_config.parallel_config.data_parallel_index
+        rank = self._resolve_dp_rank(vllm_config.parallel_config)
         os.environ[dynamo_scheduler.ENV_FPM_PORT] = str(-rank)
         self._events: KVEventsConfig | None = vllm_config.kv_events_config
         super().__init__(vllm_config, *args, **kwargs)

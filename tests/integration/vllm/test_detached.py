@@ -35,10 +35,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.root,
     pytest.mark.criu,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1000),
 ]
 
-BOOT_TIMEOUT_S = 300.0
+BOOT_TIMEOUT_S = 600.0
 SERVE_TIMEOUT_S = 60.0
 
 
