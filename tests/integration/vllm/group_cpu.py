@@ -7,6 +7,7 @@ and weights on their way are real. Imported in all processes of a rank.
 from __future__ import annotations
 
 import importlib
+import types
 from typing import Any
 
 detached_cpu: Any = importlib.import_module("detached_cpu")  # before vLLM, whose kernels it chooses
@@ -35,8 +36,13 @@ def _apply_all(
     )  # fmt: skip
 
 
+def _communicator() -> Any:
+    """With a manager that has no faults to look for."""
+    return detached_cpu.Communicator(types.SimpleNamespace(support_fault_tolerance=False))
+
+
 CPUUnquantizedExperts.apply = _apply_all
-groups.SlimGroup._communicator = lambda *_: detached_cpu.Communicator(None)  # type: ignore[method-assign]
+groups.SlimGroup._communicator = lambda *_: _communicator()  # type: ignore[method-assign]
 _upstream = cpu_worker.init_worker_distributed_environment
 
 
@@ -70,7 +76,7 @@ class Scaling(detached_cpu.Scaling):  # type: ignore[misc]
         else:
             self.receive_expert_mapping()
         dp_utils._skip_dp_coordination.set(True)
-        parallel_state._EP.device_communicator = detached_cpu.Communicator(None)
+        parallel_state._EP.device_communicator = _communicator()
 
     def perform_scale_down_eplb_reshuffle(self, new_dp_size: int) -> None:
         """Everybody has all experts."""

@@ -17,6 +17,7 @@ from dynamo_elastic.engine.vllm.elastic.flags import (
 _NOT_HERE = ("--enable-cumem-allocator",)
 _OURS = (
     "--enforce-eager",
+    "--all2all-backend=allgather_reducescatter",  # vLLM has CPU kernels for no other
     "--eplb-config.use_async=false",
     "--distributed-executor-backend=group_cpu.Executor",
     "--worker-cls=group_cpu.Worker",

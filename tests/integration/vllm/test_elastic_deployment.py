@@ -27,12 +27,12 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.etcd,
     pytest.mark.dynamo,
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(2400),
 ]
 
 EXPERTS = 8
 """Of the tiny model; every rank has all of them, as nothing is dispatched here."""
-BOOT_TIMEOUT_S = 600.0
+BOOT_TIMEOUT_S = 900.0
 CLIENTS = 2
 
 
