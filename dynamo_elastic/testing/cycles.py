@@ -28,10 +28,12 @@ SLOPE_CYCLES = 100
 """Slopes are per so many cycles."""
 
 
-async def scale_to(deployment: Deployment, ranks: int) -> OperationRecord:
+async def scale_to(
+    deployment: Deployment, ranks: int, *, timeout_s: float = _OPERATION_TIMEOUT_S
+) -> OperationRecord:
     """One operation to its end. Raises ElasticError if it is not done."""
     request = await request_scale(deployment.store, deployment.keys, ranks, "cli")
-    await wait_outcome(deployment.store, deployment.keys, request, timeout_s=_OPERATION_TIMEOUT_S)
+    await wait_outcome(deployment.store, deployment.keys, request, timeout_s=timeout_s)
     last = (await read_status(deployment.store, deployment.keys)).last
     if last is None or last.phase is not Phase.DONE or last.lost:
         raise ElasticError(f"scaling to {ranks} ranks failed: {last}")

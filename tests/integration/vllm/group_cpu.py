@@ -14,6 +14,8 @@ detached_cpu: Any = importlib.import_module("detached_cpu")  # before vLLM, whos
 
 import torch  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
+from vllm.distributed.elastic_ep import standby_state  # noqa: E402
+from vllm.distributed.eplb import eplb_state  # noqa: E402
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: E402
     CPUUnquantizedExperts,
 )
@@ -21,6 +23,7 @@ from vllm.v1.worker import cpu_worker, dp_utils  # noqa: E402
 
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings  # noqa: E402
 from dynamo_elastic.engine.vllm.v0_33 import groups  # noqa: E402
+from dynamo_elastic.engine.vllm.v0_33.detached import NoMoves  # noqa: E402
 from dynamo_elastic.engine.vllm.v0_33.scaling import ElasticScaling  # noqa: E402
 
 
@@ -36,13 +39,18 @@ def _apply_all(
     )  # fmt: skip
 
 
-def _communicator() -> Any:
-    """With a manager that has no faults to look for."""
-    return detached_cpu.Communicator(types.SimpleNamespace(support_fault_tolerance=False))
+def _communicator(group: Any, *_: Any) -> Any:
+    """With a manager that has its numbers alone, and no faults to look for."""
+    rank, size = group.rank_in_group, group.world_size
+    manager = types.SimpleNamespace(
+        support_fault_tolerance=False, rank=rank, world_size=size, dp_rank=rank, dp_world_size=size
+    )
+    return detached_cpu.Communicator(manager)
 
 
 CPUUnquantizedExperts.apply = _apply_all
-groups.SlimGroup._communicator = lambda *_: _communicator()  # type: ignore[method-assign]
+groups.SlimGroup._communicator = _communicator  # type: ignore[method-assign, assignment]
+eplb_state.create_eplb_communicator = lambda *_, **__: NoMoves()
 _upstream = cpu_worker.init_worker_distributed_environment
 
 
@@ -65,6 +73,22 @@ class Executor(detached_cpu.Executor):  # type: ignore[misc]
 class Scaling(detached_cpu.Scaling):  # type: ignore[misc]
     """Real weights go from founders to joiners."""
 
+    def prepare_reconfiguration(self, request: Any, use_all2all: bool) -> None:
+        """As on a GPU, without the buffer."""
+        self._wait_for_group_cleanup()
+        self.reconfig_request = request
+        old, new = parallel_state.get_dp_group().world_size, request.new_data_parallel_size
+        with groups.operation(self._over):
+            standby_state.create_standby_groups(
+                new_dp_size=new,
+                new_world_size_across_dp=new,
+                master_ip=request.new_data_parallel_master_ip,
+                coord_store_port=request.coord_store_port,
+                use_all2all=False,
+            )
+            if new > old:
+                self.transfer_weights(old, new)
+
     def _replicated(self, experts: Any) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = ElasticScaling._replicated(self, experts)
         return found
@@ -76,7 +100,7 @@ class Scaling(detached_cpu.Scaling):  # type: ignore[misc]
         else:
             self.receive_expert_mapping()
         dp_utils._skip_dp_coordination.set(True)
-        parallel_state._EP.device_communicator = _communicator()
+        parallel_state._EP.device_communicator = _communicator(parallel_state._EP)
 
     def perform_scale_down_eplb_reshuffle(self, new_dp_size: int) -> None:
         """Everybody has all experts."""

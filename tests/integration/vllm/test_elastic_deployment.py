@@ -33,7 +33,7 @@ pytestmark = [
 EXPERTS = 8
 """Of the tiny model; every rank has all of them, as nothing is dispatched here."""
 BOOT_TIMEOUT_S = 900.0
-CLIENTS = 2
+CLIENTS = 1
 
 
 def interpreter(folder: Path) -> Path:
@@ -81,7 +81,7 @@ async def scale_and_back(work_dir: Path) -> None:
         load.start()
         await load.wait_for_each_prompt(timeout_s=240)
         reference = reference_texts(load.results)
-        up = await scale_to(deployment, 3)
+        up = await scale_to(deployment, 3, timeout_s=BOOT_TIMEOUT_S)
         assert restored_from(up) == {Tier.COLD}
         await asyncio.sleep(3)
         await scale_to(deployment, 2)
