@@ -188,16 +188,19 @@ class GroupEngine(VllmEngine):
 
     async def _follow(self) -> None:
         """Return once this rank has left. An operation that comes to nothing is followed by
-        another."""
-        seen = ""
+        another; a store that does not answer is asked again."""
+        seen, trouble = "", ""
         while self._group.size:
-            called = self._group.summons()
-            if called is not None and called.operation != seen and called.size <= self._group.rank:
-                seen = called.operation
-                try:
+            try:
+                called = self._group.summons()
+                new = called is not None and called.operation != seen
+                if called is not None and new and called.size <= self._group.rank:
+                    seen = called.operation
                     await self._leave(called.size)
-                except EngineError as exc:
+            except EngineError as exc:
+                if str(exc) != trouble:
                     _log.warning("rank %d stays for now: %s", self._group.rank, exc)
+                trouble = str(exc)
             await asyncio.sleep(_FOLLOW_POLL_S)
         self._epochs.left()
 

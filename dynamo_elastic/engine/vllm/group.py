@@ -65,7 +65,8 @@ class RankGroup(Protocol):
         ...
 
     def summons(self) -> Summons | None:
-        """The operation that rank 0 is at; None if there is none."""
+        """The operation that rank 0 is at; None if there is none. Raises EngineError if its store
+        does not answer."""
         ...
 
     async def released(self) -> None:

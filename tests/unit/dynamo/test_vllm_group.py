@@ -59,6 +59,8 @@ class Group:
         self.mine: Operation | None = None
         self.stuck = False
         """Stands still instead of getting ready."""
+        self.deaf = 0
+        """How often the store will not answer."""
         self.said: list[str] = []
 
     async def prepare(self, size: int) -> None:
@@ -122,6 +124,9 @@ class Group:
         return True
 
     def summons(self) -> Summons | None:
+        if self.deaf:
+            self.deaf -= 1
+            raise EngineError("no store")
         operation = self.world.operation
         if operation is None or operation.error:
             return None
@@ -276,6 +281,18 @@ def test_a_leaver_follows_rank_0_and_comes_back() -> None:
             )
             await it.scale(3, 3)
             assert await it.states() == [(S.SERVING, 3, 3)] * 3
+
+    run(body)
+
+
+def test_a_leaver_asks_a_store_that_does_not_answer_again() -> None:
+    async def body() -> None:
+        async with deployment(2, 2) as it:
+            it.world.groups[1].deaf = 3
+            await it.engines[1].drain(short_tokens=0, timeout_s=0.0)
+            await it.scale(2, 1)
+            await it.engines[1].detach()
+            assert (it.world.groups[1].deaf, it.detached) == (0, [1])
 
     run(body)
 

@@ -80,6 +80,10 @@ class VllmRankGroup:
             return bool(await self._coordinator.withdraw(reason))
 
     def summons(self) -> Summons | None:
+        with self._told("look at the store of rank 0"):
+            return self._summons()
+
+    def _summons(self) -> Summons | None:
         store = self._store()
         if not store.check([EPOCH_KEY]) or error_of(store) is not None:
             return None
