@@ -28,6 +28,13 @@ from dynamo_elastic.config_sources import (
 )
 
 STARTS = ("dynamo-elastic ", "python -m dynamo_elastic.")
+_OF_KIND = {
+    "vllm": {"engine": {"kind": "vllm"}},
+    "vllm-elastic": {
+        "engine": {"kind": "vllm-elastic", "args": "--kv-cache-memory-bytes 1"},
+        "scale": {"initial_ranks": 2},
+    },
+}
 EXAMPLES = sorted((reference.ROOT / "examples").rglob("*.yaml"))
 DEPLOYMENTS = [p for p in EXAMPLES if "deployment.schema.json" in p.read_text()]
 
@@ -54,9 +61,9 @@ def test_the_example_of_a_setting_says_the_same_in_all_three_sources(key: str) -
     example = reference.example_of(setting)
     text = reference.spelt(example)
     base = [from_mapping(reference.REQUIRED, SETTINGS)]
-    vllm = property_of(key, deployment_schema())[1] == ["vllm"]
-    if vllm:
-        base.append(from_mapping({"engine": {"kind": "vllm"}}, SETTINGS))
+    kinds = property_of(key, deployment_schema())[1]
+    if kinds and "reference" not in kinds:
+        base.append(from_mapping(_OF_KIND[kinds[0]], SETTINGS))
     if key == "etcd.endpoints":
         base.append(from_mapping({"etcd": {"start": False}}, SETTINGS))
     flags, rest = from_flags(shlex.split(f"{setting.flag} {shlex.quote(text)}"), SETTINGS)
