@@ -28,7 +28,7 @@ from dynamo_elastic.config_sources import (
 )
 
 STARTS = ("dynamo-elastic ", "python -m dynamo_elastic.")
-_OF_KIND = {
+_OF_KIND: dict[str, dict[str, Any]] = {
     "vllm": {"engine": {"kind": "vllm"}},
     "vllm-elastic": {
         "engine": {"kind": "vllm-elastic", "args": "--kv-cache-memory-bytes 1"},
