@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -77,7 +80,17 @@ def start(environment: dict[str, str]) -> subprocess.Popen[bytes]:
     )
     assert shell.stdout is not None
     shell.stdout.readline()
+    for pid in (shell.pid, children_of(shell.pid)[0]):
+        until_asleep(pid)
     return shell
+
+
+def until_asleep(pid: int) -> None:
+    """It is the program that it becomes: until then its environment may read as empty."""
+    deadline_s = time.monotonic() + 5
+    while not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep\0"):
+        assert time.monotonic() < deadline_s
+        os.sched_yield()
 
 
 def engine_of(shell: subprocess.Popen[bytes]) -> Engine:
