@@ -93,6 +93,10 @@ class Scaling(detached_cpu.Scaling):  # type: ignore[misc]
         found: dict[str, torch.Tensor] = ElasticScaling._replicated(self, experts)
         return found
 
+    def digest(self) -> str:
+        found: str = ElasticScaling.digest(self)
+        return found
+
     def commit_scale_up(self, is_existing_worker: bool) -> None:
         if is_existing_worker:
             self.broadcast_expert_mapping()

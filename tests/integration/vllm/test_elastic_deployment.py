@@ -77,13 +77,13 @@ def deployment_config(work_dir: Path) -> DeploymentConfig:
 async def scale_and_back(work_dir: Path) -> None:
     config = deployment_config(work_dir)
     async with running(config, print) as deployment:
+        up = await scale_to(deployment, 3, timeout_s=BOOT_TIMEOUT_S)
+        assert restored_from(up) == {Tier.COLD}
+        # Not before: beside requests a boot takes many times as long on two cores.
         load = Load(deployment.url, config.model.name, short_prompts(), CLIENTS)
         load.start()
         await load.wait_for_each_prompt(timeout_s=240)
         reference = reference_texts(load.results)
-        up = await scale_to(deployment, 3, timeout_s=BOOT_TIMEOUT_S)
-        assert restored_from(up) == {Tier.COLD}
-        await asyncio.sleep(3)
         await scale_to(deployment, 2)
         again = await scale_to(deployment, 3)
         assert restored_from(again) == {Tier.PARKED}

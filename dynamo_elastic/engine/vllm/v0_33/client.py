@@ -41,6 +41,8 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         self._settings = ElasticSettings.from_environment()
         type(self).poll_s = self._settings.poll_s
         self._leavers: tuple[Any, list[str]] | None = None
+        self.digest = ""
+        """Of the weights that this rank got when it was attached last."""
         self._old_server: Any = None
 
     @staticmethod
@@ -109,6 +111,7 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         self._find_coordinator(told["addresses"])
         self.active_epoch = self.active_reconfig_store = None
         set_elastic_ep_rank_retired(False)
+        self.digest = str(told["digest"])
         seconds: dict[str, float] = told["seconds"]
         return seconds
 

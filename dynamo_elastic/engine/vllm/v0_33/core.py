@@ -83,6 +83,9 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
                 laps.mark("worker")
                 self._eep_scale_up_before_kv_init()
                 laps.mark("weights")
+                # Now, for it answers nobody any more until the others have committed.
+                (digest,) = self.model_executor.collective_rpc(EXECUTE, args=("digest",))
+                laps.mark("digest")
         except Exception as exc:
             self.eep_scaling_state = None
             self.leave_group()
@@ -97,6 +100,7 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
             "parallel": told,
             "num_redundant_experts": redundant,
             "addresses": found,
+            "digest": digest,
             "seconds": seconds,
         }
 

@@ -123,6 +123,8 @@ class VllmRankGroup:
             await self._engine.engine_core.call_utility_async("is_scheduler_paused")
 
     async def digest(self) -> str:
+        if not self._member:
+            return str(self._coordinator.digest)  # its engine core waits for the others' commit
         with self._told("digest its weights"):
             (found,) = await self._engine.collective_rpc(EXECUTE, args=("digest",))
         return str(found)
