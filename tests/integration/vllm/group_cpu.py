@@ -106,6 +106,9 @@ class Scaling(detached_cpu.Scaling):  # type: ignore[misc]
         dp_utils._skip_dp_coordination.set(True)
         parallel_state._EP.device_communicator = _communicator(parallel_state._EP)
 
+    def warm_and_capture(self) -> None:
+        """Nothing is captured, and kernels of the CPU have no workspace."""
+
     def perform_scale_down_eplb_reshuffle(self, new_dp_size: int) -> None:
         """Everybody has all experts."""
 
