@@ -208,9 +208,8 @@ class Starter:
         obstacle = self._caches.obstacle(key)
         fills = tier is Tier.CACHED or (obstacle is not None and obstacle.why is Why.ABSENT)
         caches = self._caches.environment(key) if fills else None
-        command = self._boots.command(slot, caches)
-        if request.founds:
-            command = self._boots.founder(slot, caches) or command
+        founder = self._boots.founder(slot, caches) if request.founds else None
+        command = founder or self._boots.command(slot, caches)
         return RunningImage(self._host.namespace.spawn(command), "")
 
     def _attach(self, request: StartRequest, incarnation: Incarnation) -> Attach:
