@@ -25,7 +25,7 @@ import asyncio
 from pathlib import Path
 
 import vllm_elastic_result
-from vllm_elastic_commands import Commands
+from vllm_elastic_commands import FAULTS, Commands
 from vllm_elastic_faults import Fault
 from vllm_elastic_ramp import Mode
 from vllm_elastic_ranks import ENDED, IMAGED, OURS, UPSTREAM
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompts", type=int, default=256, help="rounds: scored before, between and after")
     add("--fault", type=Fault, choices=list(Fault), action="append", default=[])
     add("--fault-after-s", type=float, default=0.5, help="where a fault is not at once")
+    add("--lower", action="store_true", help="faults: the next with one rank less; nobody boots")
     add("--watch-s", type=float, default=10.0, help="after a fault")
     add("--mode", type=Mode, choices=list(Mode), action="append", default=[])
     add("--trace-s", type=float, default=240.0, help="in which the rate doubles")
@@ -95,6 +96,9 @@ def _arguments() -> argparse.Namespace:
         parser.error("vLLM 0.33 starts no external-load-balancer group below 2 ranks")
     if arguments.leavers == IMAGED and (arguments.keep or arguments.command in ("start", "scale")):
         parser.error("images and the group are in a namespace that ends with its command")
+    faults = len(arguments.fault) or len(FAULTS[arguments.engine])
+    if arguments.lower and arguments.widths[0] < faults:
+        parser.error("--lower takes a rank away for each fault: begin with as many")
     if arguments.engine == UPSTREAM and (min(arguments.widths) < 2 or arguments.leavers != ENDED):
         parser.error("upstream has no group below 2 ranks, and its leavers end")
     return arguments

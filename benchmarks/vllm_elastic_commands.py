@@ -29,7 +29,7 @@ from vllm_elastic_tiers import imaging_for
 _CALIBRATED_S = 6.0
 _SHARE = 0.6
 """Of what the small group bears, that the trace begins with: it ends with a fifth more than all."""
-_FAULTS = {
+FAULTS = {
     UPSTREAM: (Fault.COLD, Fault.COMMIT),
     OURS: (Fault.RESTORED, Fault.STREAM, Fault.READY, Fault.STOPPED),
 }
@@ -102,12 +102,14 @@ class Commands:
         await rounds(session, self._given.widths, self._given.rounds, self._given.prompts, left_s)
 
     async def faults(self) -> None:
-        """Each with a group of the first width that grows to the last; anew if a fault broke it."""
-        small, large = self._given.widths[0], self._given.widths[-1]
-        for fault in self._given.fault or _FAULTS[self._given.engine]:
-            session = await self._at(small)
-            given = self._given
-            if await inject(session, fault, large, given.watch_s, given.fault_after_s):
+        """Each with a group of the first width that grows to the last; anew if a fault broke it.
+        With --lower one rank less each time: those who left for it are the next joiners."""
+        given = self._given
+        for turn, fault in enumerate(given.fault or FAULTS[given.engine]):
+            less = turn if given.lower else 0
+            session = await self._at(given.widths[0] - less)
+            width, watched = given.widths[-1] - less, (given.watch_s, given.fault_after_s)
+            if await inject(session, fault, width, *watched, lower=given.lower):
                 await session.score(f"after {fault}")
             else:
                 end(self._folder)

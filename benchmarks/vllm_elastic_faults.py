@@ -125,10 +125,11 @@ def stream_after_s(steps: Sequence[Mapping[str, Any]], given_s: float) -> float:
 
 
 async def inject(
-    session: Session, fault: Fault, width: int, watch_s: float, given_s: float
+    session: Session, fault: Fault, width: int, watch_s: float, given_s: float, *, lower: bool
 ) -> bool:
-    """One fault while the group grows to `width`, watched until `watch_s` after it, and the next
-    operation. False if that did not succeed: the group is of no more use."""
+    """One fault while the group grows to `width`, watched until `watch_s` after it, and what comes
+    next: it grows again or, if `lower`, it gets smaller and grows back, which needs no cold joiner.
+    False if that did not succeed: the group is of no more use."""
     act, before = ACTS[fault], session.group.width
     left = before - 1 if act.retained else before
     victim = left if act.retained else before
@@ -140,7 +141,8 @@ async def inject(
     operations = await _watched(session, saboteur, width, left, watch_s)
     ended_s = time.monotonic()
     await session.tier.end(range(left, width) if act.retained else [victim])
-    following = await _next(session, left, width)
+    back = (left - 1, left) if lower and left > 1 else (width,)
+    following = await _next(session, (left, *back), range(left, width))
     after_s = time.monotonic()
     await clients.stop()
     hurt_s = saboteur.acted_s or began_s
@@ -191,16 +193,21 @@ async def _watched(
         await saboteur.close()
 
 
-async def _next(session: Session, left: int, width: int) -> list[dict[str, Any]]:
-    """What follows: those who are left are so many, if they are not yet, and grow again."""
+async def _next(
+    session: Session, targets: Sequence[int], joiners: Sequence[int]
+) -> list[dict[str, Any]]:
+    """What follows, until an operation fails: then nobody of `joiners` is left."""
     found = []
-    for target in (left, width):
-        if target == session.group.width:
+    for target in targets:
+        before = session.group.width
+        if target == before:
             continue
         found.append(await session.resize(target))
         if not found[-1]["ok"]:
-            await session.tier.end(range(left, width))
+            await session.tier.end(joiners)
             break
+        if lives := [rank for rank in range(target, before) if rank in session.group.pids]:
+            await session.see_off(lives)
     return found
 
 

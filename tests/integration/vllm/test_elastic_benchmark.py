@@ -220,6 +220,23 @@ def test_ours_goes_on_after_a_fault(work: Path) -> None:
 
 @slow
 @pytest.mark.timeout(200)
+def test_faults_one_after_the_other_with_who_is_there(work: Path) -> None:
+    words = ["--engine", "ours", "--widths", "3,4", "--leavers", "kept", "--lower", *HASTE]
+    words += ["--fault", "joiner-killed-restored", "--fault", "joiner-killed-ready"]
+    done = measure(work, "faults", *words, "--port", str(free_ports(5)))
+    assert done.returncode == 0, done.stderr
+    faults = [step for step in steps_of(work, "ours") if step["step"] == "fault"]
+    assert [(step["width"], step["acted"], step["next_ok"]) for step in faults] == [
+        (3, True, True), (2, True, True),
+    ]  # fmt: skip
+    assert [[n["to"] for n in step["next"]] for step in faults] == [[2, 3], [1, 2]]
+    tiers = [n["joiners"][0]["tier"] for step in faults for n in step["next"] if n["joiners"]]
+    assert tiers == ["kept", "kept"]
+    assert left_nobody(work, "ours")
+
+
+@slow
+@pytest.mark.timeout(200)
 def test_upstream_does_not(work: Path) -> None:
     words = ["--engine", "upstream", "--widths", "2,3", "--fault", "joiner-killed-in-cold-start"]
     done = measure(work, "faults", *words, *HASTE, "--port", str(free_ports(4)))
