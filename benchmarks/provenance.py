@@ -20,21 +20,23 @@ _PACKAGES = ("torch", "triton", "cuda-bindings", "nixl-cu13", "ai-dynamo", "csla
 
 def write_result(benchmark: str, metrics: dict[str, float], detail: Any) -> Path:
     """Write `results/NAME-DATE.json`; an older one of the same day is replaced."""
-    date = datetime.now(UTC).date().isoformat()
-    result = {
-        "benchmark": benchmark,
-        "date": date,
+    made = provenance()
+    result = {"benchmark": benchmark, **made, "metrics": metrics, "detail": detail}
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{benchmark}-{made['date']}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def provenance() -> dict[str, Any]:
+    """When, of which tree, by which command and on what machine this is."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
         "commit": _commit(),
         "command": " ".join(["python", *_program(sys.argv[0]), *sys.argv[1:]]),
         "hardware": _hardware(),
         "versions": _versions(),
-        "metrics": metrics,
-        "detail": detail,
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{benchmark}-{date}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
 
 
 def _program(path: str) -> list[str]:

@@ -3,7 +3,7 @@
 dynamo-elastic-chaos run --first 0 --count 120 --add
 dynamo-elastic-chaos replay 57
 dynamo-elastic-chaos check .chaos/failed/57/history.json
-dynamo-elastic-chaos report
+dynamo-elastic-chaos report --onto benchmarks/results/chaos-2026-11-30.json
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.testing.chaos.checker import check as check_history
 from dynamo_elastic.testing.chaos.etcd_members import SITES
 from dynamo_elastic.testing.chaos.history import History
-from dynamo_elastic.testing.chaos.report import write_report
+from dynamo_elastic.testing.chaos.report import PROVENANCE, write_report
 from dynamo_elastic.testing.chaos.run import WINDOWS, Verdict, passed, run
 from dynamo_elastic.testing.chaos.scenario import Resize, scenario
 from dynamo_elastic.testing.chaos.world import World, missing_tools, world
@@ -91,10 +91,19 @@ def check_file(path: Path) -> None:
 @app.command()
 def report(
     work_dir: Annotated[list[Path] | None, typer.Option(help="Each with verdicts.")] = None,
+    onto: Annotated[
+        Path | None, typer.Option(help="An earlier result, to which the verdicts are added.")
+    ] = None,
 ) -> None:
-    """Write benchmarks/results/chaos-DATE.json and .html, from a checkout."""
-    verdicts = {n: v for place in work_dir or [WORK_DIR] for n, v in _verdicts(place).items()}
-    for path in write_report(list(verdicts.values())):
+    """Write benchmarks/results/chaos-DATE.json and .html, from a checkout. Verdicts that come from
+    another machine are a report of their own, with the provenance.json that is beside them."""
+    places = work_dir or [WORK_DIR]
+    verdicts = {n: v for place in places for n, v in _verdicts(place).items()}
+    beside = [place / PROVENANCE for place in places if (place / PROVENANCE).exists()]
+    if beside and len(places) > 1:
+        raise typer.BadParameter(f"{beside[0]}: report on one such directory at a time")
+    made = json.loads(beside[0].read_text()) if beside else None
+    for path in write_report(list(verdicts.values()), onto=onto, provenance=made):
         console.print(str(path))
 
 

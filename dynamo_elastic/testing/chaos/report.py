@@ -5,61 +5,67 @@ from __future__ import annotations
 import html
 import importlib.util
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dynamo_elastic.errors import ResourceMissing
 from dynamo_elastic.failpoint_table import FAILPOINTS
 from dynamo_elastic.testing.chaos.scenario import ANY_MOMENT, cells
+from dynamo_elastic.testing.chaos.tally import (
+    ENOUGH,
+    Cells,
+    Tally,
+    Verdicts,
+    tally,
+    tally_of_result,
+)
 
 NAME = "chaos"
 BENCHMARKS = Path("benchmarks")
-Verdicts = Sequence[Mapping[str, Any]]
+PROVENANCE = "provenance.json"
+"""Beside verdicts that come from another machine: what it was, and which tree it ran."""
 
 
-def write_report(verdicts: Verdicts, *, benchmarks: Path = BENCHMARKS) -> tuple[Path, Path]:
-    """The JSON and the HTML in `benchmarks/results`. Raises ResourceMissing outside a checkout."""
-    simulation = _simulation(benchmarks / "results")
-    metrics, detail = metrics_of(verdicts), detail_of(verdicts, simulation)
-    path = _writer(benchmarks)(NAME, metrics, detail)
+def write_report(
+    verdicts: Verdicts,
+    *,
+    onto: Path | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    benchmarks: Path = BENCHMARKS,
+) -> tuple[Path, Path]:
+    """The JSON and the HTML in `benchmarks/results`, of `verdicts` and those of the result `onto`.
+    `provenance`: where and when `verdicts` were made, if not here and now. Raises ResourceMissing
+    outside a checkout."""
+    results = _provenance_module(benchmarks)
+    earlier = json.loads(onto.read_text()) if onto is not None else None
+    sum_ = tally(verdicts)
+    made = {**(provenance or results.provenance()), "runs": len(verdicts)}
+    parts = [made]
+    if earlier is not None:
+        sum_ = tally_of_result(earlier) + sum_
+        parts = [*earlier["detail"]["parts"], made]
+    detail = detail_of(sum_, parts, _simulation(benchmarks / "results"))
+    path: Path = results.write_result(NAME, sum_.metrics(), detail)
     page = path.with_suffix(".html")
-    page.write_text(html_of(verdicts, metrics, detail))
+    page.write_text(html_of(sum_, detail))
     return path, page
 
 
-def metrics_of(verdicts: Verdicts) -> dict[str, float]:
-    """What the runs add up to."""
-    fired = [v for v in verdicts if v["fired"]]
-    at_failpoints = {v["place"] for v in fired} - {ANY_MOMENT}
-    return {
-        "runs": len(verdicts),
-        "runs_with_fault": len(fired),
-        "failpoints": len(at_failpoints),
-        "faults": len({v["act"] for v in fired}),
-        "violations": sum(len(v["violations"]) for v in verdicts),
-        "hangs": sum(bool(v["hang"]) for v in verdicts),
-        "requests_total": sum(v["requests"] for v in verdicts),
-        "requests_retried": sum(v["retried"] for v in verdicts),
-        "requests_lost": sum(v["lost"] for v in verdicts),
-        "silence_max_s": max((v["silence_s"] for v in verdicts), default=0.0),
-        "seconds": round(sum(v["seconds"] for v in verdicts), 1),
-    }
-
-
-def detail_of(verdicts: Verdicts, simulation: Mapping[str, Any]) -> dict[str, Any]:
-    """How often each failpoint was hit, what was not reached, and every run that was bad."""
-    hits = Counter(v["place"] for v in verdicts if v["fired"])
+def detail_of(
+    sum_: Tally, parts: Sequence[Mapping[str, Any]], simulation: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What each part was made by; how often each failpoint was hit; what was not reached."""
+    hits = sum_.hits
     reachable = sorted({c[1].place for d in (False, True) for c in cells(d)} - {ANY_MOMENT})
     return {
-        "hits": {name: hits[name] for name in sorted(hits)},
-        "hit_less_than_3_times": [name for name in reachable if hits[name] < 3],
+        "parts": [dict(part) for part in parts],
+        **sum_.detail(),
+        "hit_less_than_3_times": [n for n in reachable if hits.get(n, 0) < ENOUGH],
         "not_passed_without_a_gpu_or_kubernetes_or_another_fault": sorted(
             {f.name for f in FAILPOINTS} - {*reachable, *hits}
         ),
-        "faults": dict(Counter(v["act"] for v in verdicts if v["fired"])),
-        "bad": [dict(v) for v in verdicts if v["violations"] or v["hang"]],
         "simulation": dict(simulation),
     }
 
@@ -73,7 +79,7 @@ def _simulation(results: Path) -> dict[str, Any]:
     return {"date": read["date"], "commit": read["commit"], **read["metrics"]}
 
 
-def _writer(benchmarks: Path) -> Callable[[str, dict[str, float], Any], Path]:
+def _provenance_module(benchmarks: Path) -> ModuleType:
     """benchmarks/provenance.py is no part of the package."""
     file = benchmarks / "provenance.py"
     spec = importlib.util.spec_from_file_location("provenance", file)
@@ -81,43 +87,45 @@ def _writer(benchmarks: Path) -> Callable[[str, dict[str, float], Any], Path]:
         raise ResourceMissing(f"there is no {file}", remedy="run this in a checkout")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    write: Callable[[str, dict[str, float], Any], Path] = module.write_result
-    return write
+    return module
 
 
-def html_of(verdicts: Verdicts, metrics: Mapping[str, float], detail: Mapping[str, Any]) -> str:
+def html_of(sum_: Tally, detail: Mapping[str, Any]) -> str:
     """One page: the sums, faults of the surroundings, and the table of failpoints x faults."""
-    at_any_moment = [v for v in verdicts if v["place"] == ANY_MOMENT]
-    at_failpoints = [v for v in verdicts if v["place"] != ANY_MOMENT]
+    metrics = [(name, f"{value:g}") for name, value in sum_.metrics().items()]
     return _PAGE.format(
-        sums=_rows([("what", "number"), *((k, f"{v:g}") for k, v in metrics.items())]),
+        sums=_rows([("what", "number"), *metrics]),
+        parts=_rows([("from", "runs"), *((_of_part(p), p["runs"]) for p in detail["parts"])]),
         simulation=_rows([("what", "number"), *detail["simulation"].items()]),
-        around=_matrix(at_any_moment, "act", "process"),
-        failpoints=_matrix(at_failpoints, "place", "act"),
+        around=_matrix(sum_.around, sum_.bad_around),
+        failpoints=_matrix(sum_.failpoints, sum_.bad_failpoints),
         missed=html.escape(", ".join(detail["hit_less_than_3_times"]) or "none"),
     )
 
 
-def _matrix(verdicts: Verdicts, row: str, column: str) -> str:
-    """Runs in which the fault happened, by two of their fields; bad ones are marked."""
-    fired, bad = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for v in verdicts:
-        cell = v[row], v[column]
-        fired[cell] += bool(v["fired"])
-        bad[cell] += bool(v["violations"] or v["hang"])
-    columns = sorted({c for _, c in fired})
+def _of_part(part: Mapping[str, Any]) -> str:
+    hardware = part["hardware"]
+    on = ", ".join(hardware.get("gpus", ())) or f"{hardware['cores']} CPU cores"
+    return f"{part['date']}, commit {part['commit']}, {on}"
+
+
+def _matrix(happened: Cells, bad: Cells) -> str:
+    """Runs in which the fault happened; bad ones are marked."""
+    rows = sorted({*happened, *bad})
+    columns = sorted({c for of_row in (*happened.values(), *bad.values()) for c in of_row})
     head = "".join(f"<th>{html.escape(c or '-')}</th>" for c in columns)
     body = []
-    for name in sorted({r for r, _ in fired}):
-        cells = "".join(_cell(fired[name, c], bad[name, c]) for c in columns)
-        body.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
+    for name in rows:
+        runs, bad_runs = happened.get(name, {}), bad.get(name, {})
+        line = "".join(_cell(runs.get(c, 0), bad_runs.get(c, 0)) for c in columns)
+        body.append(f"<tr><th>{html.escape(name)}</th>{line}</tr>")
     return f"<table><tr><th></th>{head}</tr>{''.join(body)}</table>"
 
 
-def _cell(fired: int, bad: int) -> str:
+def _cell(happened: int, bad: int) -> str:
     if bad:
-        return f'<td class="bad">{fired} ({bad} bad)</td>'
-    return f'<td class="good">{fired}</td>' if fired else "<td></td>"
+        return f'<td class="bad">{happened} ({bad} bad)</td>'
+    return f'<td class="good">{happened}</td>' if happened else "<td></td>"
 
 
 def _rows(rows: Sequence[tuple[str, object]]) -> str:
@@ -141,6 +149,7 @@ th {{ text-align: left; background: #f6f6f6 }}
 says in how many runs the fault happened there; a bad run violated a rule of the history checker, or
 did not come to rest in a minute.</p>
 {sums}
+<h2>Parts of it</h2>{parts}
 <h2>Deterministic simulation</h2>{simulation}
 <h2>Faults at a moment drawn by lot, by process</h2>{around}
 <h2>Failpoints and faults</h2>

@@ -11,7 +11,7 @@ import pytest
 from dynamo_elastic.errors import ResourceMissing
 from dynamo_elastic.failpoint_table import FAILPOINTS
 from dynamo_elastic.failpoints import Act
-from dynamo_elastic.testing.chaos.report import metrics_of, write_report
+from dynamo_elastic.testing.chaos.report import write_report
 from dynamo_elastic.testing.chaos.run import Verdict
 from dynamo_elastic.testing.chaos.scenario import (
     AtFailpoint,
@@ -24,6 +24,7 @@ from dynamo_elastic.testing.chaos.scenario import (
     places,
     scenario,
 )
+from dynamo_elastic.testing.chaos.tally import tally, tally_of_result
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -43,25 +44,66 @@ VERDICTS = [
 
 
 def test_sums() -> None:
-    sums = metrics_of(VERDICTS)
+    sums = tally(VERDICTS).metrics()
     assert sums["runs"] == 5
     assert sums["runs_with_fault"] == 4
     assert (sums["failpoints"], sums["faults"]) == (1, 2)
+    assert sums["failpoints_3_times"] == 1
     assert (sums["violations"], sums["hangs"], sums["requests_lost"]) == (2, 1, 2)
     assert sums["requests_total"] == 25
 
 
-def test_both_files_are_written(tmp_path: Path) -> None:
+def test_parts_add_up_to_what_all_of_it_comes_to() -> None:
+    parts = [tally(VERDICTS[:3]), tally(VERDICTS[3:])]
+    assert parts[0] + parts[1] == tally(VERDICTS)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A place for results."""
     (tmp_path / "provenance.py").write_text((BENCHMARKS / "provenance.py").read_text())
     (tmp_path / "results").mkdir()
-    report, page = write_report(VERDICTS, benchmarks=tmp_path)
+    return tmp_path
+
+
+def test_both_files_are_written(checkout: Path) -> None:
+    report, page = write_report(VERDICTS, benchmarks=checkout)
     read = json.loads(report.read_text())
     assert read["metrics"]["hangs"] == 1
     assert [v["number"] for v in read["detail"]["bad"]] == [3, 4]
+    assert read["detail"]["around"] == {"stop": {"<agent>": 1}}
     text = page.read_text()
     assert "3 (2 bad)" in text
     assert "&lt;agent&gt;" in text
     assert "http" not in text, "it needs nothing from elsewhere"
+
+
+def test_verdicts_are_added_to_an_earlier_result(checkout: Path) -> None:
+    onto, _ = write_report(VERDICTS[:2], benchmarks=checkout)
+    onto = onto.rename(checkout / "earlier.json")
+    elsewhere = {
+        "date": "2026-12-24",
+        "commit": "abcdefabcdef",
+        "command": "python there",
+        "hardware": {"cores": 2, "gpus": ["NVIDIA H200"]},
+        "versions": {},
+    }
+    report, page = write_report(VERDICTS[2:], onto=onto, provenance=elsewhere, benchmarks=checkout)
+    read = json.loads(report.read_text())
+    assert tally_of_result(read) == tally(VERDICTS)
+    parts = read["detail"]["parts"]
+    assert [part["runs"] for part in parts] == [2, 3]
+    assert parts[1]["commit"] == "abcdefabcdef"
+    assert "2026-12-24, commit abcdefabcdef, NVIDIA H200" in page.read_text()
+
+
+def test_what_is_stored_can_be_added_to() -> None:
+    """The newest result of all."""
+    newest = max((BENCHMARKS / "results").glob("chaos-*.json"))
+    read = json.loads(newest.read_text())
+    sums = tally_of_result(read).metrics()
+    assert sums == read["metrics"]
+    assert sum(part["runs"] for part in read["detail"]["parts"]) == sums["runs"]
 
 
 def test_outside_a_checkout_it_says_so(tmp_path: Path) -> None:
