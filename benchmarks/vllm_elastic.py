@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--engine", choices=(UPSTREAM, OURS), default=UPSTREAM)
     add("--widths", type=_widths, default=[2, 4, 2], help="run, start: the first one to boot")
     add("--boot", type=int, default=0, help="rounds, faults, ramp: ranks to boot with")
+    add("--floor", type=int, default=0, help="fewest ranks ever; default: the smallest width")
     add("--max-ranks", type=int, default=0, help="default: the largest width")
     add("--gpus", type=int, default=4)
     add("--layers", type=int, default=48)

@@ -187,7 +187,7 @@ class Commands:
         widths = [width, *given.widths]
         setup = Setup(
             given.engine, given.layers, given.gpus, max(given.max_ranks, *widths),
-            given.port, given.rpc_port, given.flags, min(widths), given.leavers,
+            given.port, given.rpc_port, given.flags, given.floor or min(widths), given.leavers,
             dict(word.split("=", 1) for word in given.setting),
         )  # fmt: skip
         namespace = self._imaging.namespace if self._imaging is not None else None
