@@ -13,6 +13,7 @@ from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.engine.launch import engine_argv, founder_boot, image_inputs
 from dynamo_elastic.engine.shape import CONFIG_FILE
 from dynamo_elastic.errors import ConfigError
+from dynamo_elastic.failpoints import KILL_ONCE_DIR
 from dynamo_elastic.snapshot.base import BOOT_LOG, Command, GpuInfo
 from dynamo_elastic.snapshot.cuda_findings import IPC_CACHE
 from dynamo_elastic.snapshot.fingerprint import (
@@ -41,10 +42,10 @@ def shapes_engine(name: str) -> bool:
 def engine_environment() -> dict[str, str]:
     """What every engine is given: of ours by allow-list, as it may end up in an image, and what
     engines need to be parked and restored."""
+    # A test's failpoints are those of an engine that boots, too.
+    harmless = _CONVENIENCE | {KILL_ONCE_DIR}
     inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _CONVENIENCE or shapes_engine(name)
+        name: value for name, value in os.environ.items() if name in harmless or shapes_engine(name)
     }
     return inherited | _FIXED
 

@@ -14,8 +14,9 @@ from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.demo.run import leftovers
 from dynamo_elastic.failpoints import Act
 from dynamo_elastic.testing.chaos.etcd_members import SITES
-from dynamo_elastic.testing.chaos.run import Verdict, run
+from dynamo_elastic.testing.chaos.run import run
 from dynamo_elastic.testing.chaos.scenario import AtFailpoint, AtRandom, Fault, Resize, Scenario
+from dynamo_elastic.testing.chaos.verdict import Verdict
 from dynamo_elastic.testing.chaos.world import missing_tools, world
 
 pytestmark = [

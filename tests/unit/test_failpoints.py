@@ -59,6 +59,29 @@ def test_a_delay_takes_its_time(armed: Path) -> None:
     assert time.monotonic() - began_s >= 0.05
 
 
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
+
+
+@pytest.mark.skipif(FAKETIME is None, reason="needs libfaketime of the distribution")
+def test_under_a_clock_that_jumps_a_delay_is_one_too(tmp_path: Path) -> None:
+    """Coordinators of the fault matrix run so; there time.sleep() raises OSError."""
+    clock, directory = tmp_path / "clock", tmp_path / "armed"
+    clock.write_text("+0")
+    directory.mkdir()
+    (directory / "here").write_text("delay 0.3")
+    jumping = {
+        "LD_PRELOAD": str(FAKETIME),
+        "FAKETIME_TIMESTAMP_FILE": str(clock),
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
+    environment = {**os.environ, **jumping, KILL_ONCE_DIR: str(directory)}
+    began_s = time.monotonic()
+    argv = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(argv, env=environment, timeout=20, check=False, capture_output=True)
+    assert done.stdout == b"1\n", done.stderr
+    assert time.monotonic() - began_s >= 0.3
+
+
 PROGRAM = (
     "from dynamo_elastic.failpoints import *; arm_from_environment(); failpoint('here'); print(1)"
 )

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from dynamo_elastic.testing.chaos.scenario import AtFailpoint, AtRandom, Fault, Scenario
+from dynamo_elastic.testing.chaos.occasions import bring_about
+from dynamo_elastic.testing.chaos.scenario import AtFailpoint, AtRandom, Fault, Occasion, Scenario
 from dynamo_elastic.testing.chaos.world import World, etcd_client
 
 STOP_S = 4.0
@@ -35,11 +36,13 @@ that it could be done to."""
 async def inject(world: World, scenario: Scenario) -> bool:
     """Make the faults of `scenario` happen; True once one at random is over, or, at a failpoint,
     once it is armed."""
-    if scenario.via is not None:
+    if isinstance(scenario.via, AtFailpoint):
         world.arm(scenario.via.file, scenario.via.content)
     fault = scenario.fault
     if isinstance(fault, AtFailpoint):
         world.arm(fault.file, fault.content)
+        if isinstance(scenario.via, Occasion):
+            await bring_about(world, scenario.via, fault)
         return True
     await asyncio.sleep(fault.after_s)
     return await _ACTS[fault.fault](world, fault.process)

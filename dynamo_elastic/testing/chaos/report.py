@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamo_elastic.errors import ResourceMissing
 from dynamo_elastic.failpoint_table import FAILPOINTS
-from dynamo_elastic.testing.chaos.scenario import ANY_MOMENT, cells
+from dynamo_elastic.testing.chaos.matrix import places_reached
 from dynamo_elastic.testing.chaos.tally import (
     ENOUGH,
     Cells,
@@ -58,7 +58,7 @@ def detail_of(
 ) -> dict[str, Any]:
     """What each part was made by; how often each failpoint was hit; what was not reached."""
     hits = sum_.hits
-    reachable = sorted({c[1].place for d in (False, True) for c in cells(d)} - {ANY_MOMENT})
+    reachable = sorted(places_reached())
     return {
         "parts": [dict(part) for part in parts],
         **sum_.detail(),

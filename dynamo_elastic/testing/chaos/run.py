@@ -7,8 +7,6 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from dynamo_elastic.agent.base import SlotState
 from dynamo_elastic.coordinator.records import MemberState, OutcomeStatus
@@ -27,6 +25,7 @@ from dynamo_elastic.testing.chaos.scenario import (
     Scenario,
     cast,
 )
+from dynamo_elastic.testing.chaos.verdict import Verdict
 from dynamo_elastic.testing.chaos.world import World
 from dynamo_elastic.testing.rest import NotAtRest, at_rest, unrest
 
@@ -43,34 +42,6 @@ _LINGER_S = 1.0
 WINDOWS = Windows(two_topologies_s=8.0, silence_s=12.0)
 """A switch is one step; an engine or a shell that stands still for 4 s is put out. A group waits
 for a silent peer (engine.peer_timeout_s), for experts to be read again, for a joiner to start."""
-
-
-@dataclass(slots=True)
-class Verdict:
-    """What came of one run."""
-
-    number: int
-    scenario: str
-    resize: str
-    place: str
-    process: str
-    act: str
-    fired: bool
-    seconds: float = 0.0
-    requests: int = 0
-    retried: int = 0
-    """Requests that ended with an error that says that they may be sent again."""
-    lost: int = 0
-    silence_s: float = 0.0
-    hang: str = ""
-    violations: list[str] = field(default_factory=list)
-
-    @property
-    def good(self) -> bool:
-        return not self.violations and not self.hang
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Hang(Exception):
@@ -98,8 +69,8 @@ async def run(world: World, scenario: Scenario) -> tuple[Verdict, History]:
     except Hang as exc:
         verdict.hang = str(exc)
     await undo(world)
-    _take(history, world)
-    return _judged(verdict, history), history
+    take_in(history, world)
+    return judged(verdict, history), history
 
 
 async def _in_order(world: World) -> list[str]:
@@ -124,14 +95,16 @@ async def passed(world: World, resize: Resize) -> dict[str, list[str]]:
     return {n: sorted({scope for scope, name in lines if name == n}) for n in names}
 
 
-def _take(history: History, world: World) -> None:
+def take_in(history: History, world: World) -> None:
+    """Add all that has happened since."""
     more = world.history()
     history.writes += more.writes
     history.seen += more.seen
     history.answers += more.answers
 
 
-def _judged(verdict: Verdict, history: History) -> Verdict:
+def judged(verdict: Verdict, history: History) -> Verdict:
+    """`verdict`, with what the history says."""
     answers = history.answers
     verdict.requests = len(answers)
     verdict.lost = lost(history)
@@ -184,6 +157,11 @@ async def at_width(world: World, ranks: int) -> None:
             return
         request_id = await world.scale(ranks)
         await _answered(world, request_id)
+
+
+async def settled(world: World) -> Status:
+    """The deployment is at rest, at whatever width. Raises Hang."""
+    return await _at_rest(world, time.monotonic() + HANG_S)
 
 
 async def _at_rest(world: World, deadline_s: float) -> Status:

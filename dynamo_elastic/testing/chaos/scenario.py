@@ -1,15 +1,10 @@
-"""Which fault comes where, in which resize: everything in a run follows from its number."""
+"""What a run is: a resize, a fault in it, and what leads to where the fault then is."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
-from pathlib import Path
-
-import msgspec
 
 from dynamo_elastic.failpoints import Act
 
@@ -40,6 +35,14 @@ class Fault(StrEnum):
     DISK_FULL = "state disk full"
     OUT_OF_MEMORY = "out of memory"
     PORT_TAKEN = "port taken"
+
+
+class Occasion(StrEnum):
+    """What is no fault, but leads to a failpoint that a resize does not pass."""
+
+    CLIENT_LEAVES = "a client leaves its stream"
+    INSTANCE_DROPPED = "Dynamo drops an instance"
+    TARGET_REFUSED = "a target is refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +79,13 @@ class AtRandom:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One run. `via` is a fault that leads to where `fault` then is. Slots are parts to be played:
-    `slot2` joins or leaves, the others stay."""
+    """One run. `via` leads to where `fault` then is: another fault, or an occasion before the
+    resize. Slots are parts to be played: `slot2` joins or leaves, the others stay."""
 
     number: int
     resize: Resize
     fault: AtFailpoint | AtRandom
-    via: AtFailpoint | None = None
+    via: AtFailpoint | Occasion | None = None
 
     @property
     def ranks(self) -> int:
@@ -91,8 +94,13 @@ class Scenario:
     def __str__(self) -> str:
         fault = self.fault
         what = fault.act if isinstance(fault, AtFailpoint) else fault.fault
-        via = f", after {self.via.act} at {self.via.file}" if self.via else ""
-        return f"{self.resize}: {what} of {fault.process or 'one'} at {fault.place}{via}"
+        return f"{self.resize}: {what} of {fault.process or 'one'} at {fault.place}{self._via}"
+
+    @property
+    def _via(self) -> str:
+        if isinstance(self.via, AtFailpoint):
+            return f", after {self.via.act} at {self.via.file}"
+        return f", after {self.via}" if self.via else ""
 
 
 def cast(scenario: Scenario, order: Sequence[str]) -> Scenario:
@@ -101,7 +109,9 @@ def cast(scenario: Scenario, order: Sequence[str]) -> Scenario:
     return replace(
         scenario,
         fault=replace(fault, process=_played_by(fault.process, order)),
-        via=replace(via, process=_played_by(via.process, order)) if via is not None else None,
+        via=replace(via, process=_played_by(via.process, order))
+        if isinstance(via, AtFailpoint)
+        else via,
     )
 
 
@@ -116,137 +126,7 @@ ACTS = (Act.KILL, Act.STOP, Act.ERROR, Act.DELAY)
 _SECONDS = {Act.STOP: 4.0, Act.DELAY: 1.0}
 """A stop outlives a lease of 3 s; a delay does not."""
 
-_DETOURS: dict[Resize, tuple[tuple[AtFailpoint, str, tuple[str, ...]], ...]] = {
-    Resize.UP: (
-        (
-            AtFailpoint("scale.before_check", "", Act.KILL),
-            "",
-            ("coordinator.elected", "scale.before_recover", "scale.before_abort"),
-        ),
-        (AtFailpoint("worker.check.begin", "slot2", Act.ERROR), "", ("scale.abort.commanded",)),
-        (
-            AtFailpoint("worker.check.begin", "slot2", Act.ERROR),
-            "slot0",
-            ("worker.abort.begin", "worker.abort.end", "engine.abort_epoch"),
-        ),
-        (AtFailpoint("agent.before_start", "", Act.KILL), "", ("agent.before_adopt",)),
-        (AtFailpoint("worker.connect.begin", "slot1", Act.KILL), "slot1", ("worker.resumes",)),
-    ),
-    Resize.DOWN: (
-        (
-            AtFailpoint("scale.before_redistribute", "", Act.KILL),
-            "",
-            ("coordinator.elected", "scale.before_recover", "scale.before_abort"),
-        ),
-        (
-            AtFailpoint("engine.after_open", "slot1", Act.KILL),
-            "slot0",
-            ("worker.load.begin", "worker.load.end", "engine.load_weights"),
-        ),
-        (AtFailpoint("engine.after_open", "slot1", Act.KILL), "", ("scale.load.commanded",)),
-        (
-            AtFailpoint("agent.before_detach", "", Act.ERROR),
-            "",
-            ("agent.before_end", "agent.engine_ended"),
-        ),
-    ),
-}
-"""A fault that leads to places that are not passed without one, the process, and the places: a
-coordinator, an agent or a shell that takes over, an abort, an engine that is not parked, experts
-that were lost with their rank."""
 
-_LEFT_OUT = ("engine.status", "coordinator.elected", "scale.before_recover")
-"""Passed every moment by every engine, whatever is under way; or not without a fault."""
-
-_PLACES_FILE = Path(__file__).with_name("places.json")
-
-
-@cache
-def places() -> dict[Resize, dict[str, tuple[str, ...]]]:
-    """Resize -> failpoint -> in which processes it is passed ('': a coordinator, the agent), as
-    `dynamo-elastic-chaos discover` has seen it."""
-    read = msgspec.json.decode(_PLACES_FILE.read_bytes(), type=dict[str, dict[str, list[str]]])
-    return {
-        Resize(resize): {name: tuple(scopes) for name, scopes in sorted(passed.items())}
-        for resize, passed in read.items()
-    }
-
-
-_AROUND: tuple[tuple[Fault, tuple[str, ...]], ...] = (
-    (Fault.KILL, ("coordinator", "agent", "slot0", "slot2", "engine0", "engine2")),
-    (Fault.STOP, ("coordinator", "agent", "slot1", "slot2", "engine1", "engine2")),
-    (Fault.ETCD_LEADER_KILLED, ("",)),
-    (Fault.ETCD_QUORUM_LOST, ("",)),
-    (Fault.PARTITION, ("coordinator", "slot0", "slot2")),
-    (Fault.SLOW_DISK, ("",)),
-    (Fault.ETCD_DISK_FULL, ("",)),
-    (Fault.LEASE_LOST, ("coordinator", "slot0")),
-    (Fault.CLOCK_JUMP, ("coordinator",)),
-    (Fault.DISK_FULL, ("",)),
-    (Fault.OUT_OF_MEMORY, ("coordinator", "agent", "slot1")),
-    (Fault.PORT_TAKEN, ("coordinator",)),
-)
-
-Cell = tuple[Resize, AtFailpoint | AtRandom, AtFailpoint | None]
-
-
-def _at(place: str, process: str, act: Act) -> AtFailpoint:
+def at_failpoint(place: str, process: str, act: Act) -> AtFailpoint:
+    """For as long as such an act lasts."""
     return AtFailpoint(place, process, act, _SECONDS.get(act, 0.0))
-
-
-def _failpoint_cells(resize: Resize) -> list[Cell]:
-    """Each failpoint with each act; where several processes pass it, another one each time."""
-    cells: list[Cell] = []
-    for number, (place, processes) in enumerate(_own_places(resize)):
-        for turn, act in enumerate(ACTS):
-            process = processes[(number + turn) % len(processes)]
-            cells.append((resize, _at(place, process, act), None))
-    return cells
-
-
-def _own_places(resize: Resize) -> list[tuple[str, tuple[str, ...]]]:
-    """Failpoints of `resize`; of the other way up those that only it passes."""
-    known = places().get(Resize.UP, {}) if resize is Resize.UP_PARKED else {}
-    found = places().get(resize, {})
-    return [(p, found[p]) for p in found if p not in known and p not in _LEFT_OUT]
-
-
-def _detour_cells(resize: Resize) -> list[Cell]:
-    detours = _DETOURS.get(resize, ())
-    return [
-        (resize, _at(place, process, act), via)
-        for via, process, names in detours
-        for place in names
-        for act in ACTS
-    ]
-
-
-def _around_cells(resize: Resize) -> list[Cell]:
-    return [(resize, AtRandom(f, p), None) for f, processes in _AROUND for p in processes]
-
-
-@cache
-def cells(down: bool) -> tuple[Cell, ...]:
-    """Every cell of the matrix for resizes up, or down."""
-    if down:
-        kinds: tuple[Resize, ...] = (Resize.DOWN,)
-    else:
-        kinds = (Resize.UP, Resize.UP_PARKED)
-    first = kinds[0]
-    found = [c for kind in kinds for c in _failpoint_cells(kind)]
-    return (*found, *_detour_cells(first), *_around_cells(first))
-
-
-def scenario(number: int) -> Scenario:
-    """Run `number`: up and down in turns, each through all of its cells again and again, every time
-    in another order."""
-    down, nth = bool(number % 2), number // 2
-    table = cells(down)
-    order = list(range(len(table)))
-    random.Random(f"{down} {nth // len(table)}").shuffle(order)
-    resize, fault, via = table[order[nth % len(table)]]
-    rng = random.Random(number)
-    if isinstance(fault, AtRandom):
-        after_s = round(rng.uniform(0.0, 1.5), 3)
-        fault = AtRandom(fault.fault, fault.process, after_s)
-    return Scenario(number, resize, fault, via)

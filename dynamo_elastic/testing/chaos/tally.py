@@ -107,6 +107,12 @@ def tally_of_result(result: Mapping[str, Any]) -> Tally:
     )
 
 
+def enough_in(result: Mapping[str, Any]) -> frozenset[str]:
+    """Failpoints that a result has hit ENOUGH times, and the moments of any fault around them."""
+    hits = tally_of_result(result).hits
+    return frozenset({ANY_MOMENT, *(name for name, n in hits.items() if n >= ENOUGH)})
+
+
 def _count(cells: Cells, row: str, column: str) -> None:
     of_row = cells.setdefault(row, {})
     of_row[column] = of_row.get(column, 0) + 1

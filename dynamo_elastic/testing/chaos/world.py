@@ -166,7 +166,8 @@ def chaos_config(work_dir: Path, etcd: EtcdMembers) -> DeploymentConfig:
             # The next run is about another fault.
             "quarantine_s": 0.5,
         },
-        snapshot={"quarantine_s": 0.5},
+        # Runs on images make more of them, and take those away that they have made.
+        snapshot={"quarantine_s": 0.5, "max_images_per_slot": 8},
         engine={"peer_timeout_s": 2.0},
         coordinator={"api": {"port": free_port()}},
     )

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from dynamo_elastic.errors import ResourceMissing
-from dynamo_elastic.failpoint_table import FAILPOINTS
+from dynamo_elastic.failpoint_table import FAILPOINTS, Stage
 from dynamo_elastic.failpoints import Act
+from dynamo_elastic.testing.chaos.image_scenario import ImageScenario, image_cells
+from dynamo_elastic.testing.chaos.matrix import FIRST_ON_IMAGES, cells, places, scenario
 from dynamo_elastic.testing.chaos.report import write_report
-from dynamo_elastic.testing.chaos.run import Verdict
 from dynamo_elastic.testing.chaos.scenario import (
     AtFailpoint,
     AtRandom,
@@ -20,11 +21,9 @@ from dynamo_elastic.testing.chaos.scenario import (
     Resize,
     Scenario,
     cast,
-    cells,
-    places,
-    scenario,
 )
 from dynamo_elastic.testing.chaos.tally import tally, tally_of_result
+from dynamo_elastic.testing.chaos.verdict import Verdict
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -122,8 +121,7 @@ def test_parts_are_given_to_who_is_there() -> None:
     joins = cast(Scenario(0, Resize.UP, fault, AtFailpoint("x", "", Act.KILL)), order)
     assert isinstance(joins.fault, AtFailpoint)
     assert joins.fault.file == "slot1:worker.serve.begin"
-    assert joins.via is not None
-    assert joins.via.file == "x"
+    assert joins.via == AtFailpoint("x", "", Act.KILL)
     stays = cast(Scenario(0, Resize.UP, AtRandom(Fault.KILL, "engine1", 0.1)), order)
     assert stays.fault.process == "engine2"
 
@@ -134,6 +132,15 @@ def test_every_cell_has_its_turn(down: bool) -> None:
     numbers = range(int(down), 2 * len(cells(down)), 2)
     assert {str(scenario(n)) for n in numbers} == wanted
     assert {c[1].fault for c in cells(down) if isinstance(c[1], AtRandom)} == set(Fault)
+
+
+def test_work_on_images_has_its_turn_too() -> None:
+    count = len(image_cells())
+    numbers = range(FIRST_ON_IMAGES, FIRST_ON_IMAGES + count)
+    wanted = {str(ImageScenario(0, *cell)) for cell in image_cells()}
+    assert {str(scenario(n)) for n in numbers} == wanted
+    stages = {Stage.TAKE, Stage.STORE, Stage.REMOVE}
+    assert {f.place for _, f in image_cells()} == {f.name for f in FAILPOINTS if f.stage in stages}
 
 
 def test_places_are_failpoints_that_there_are() -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+
+import pytest
 
 from dynamo_elastic.coordinator.main_loop import Coordinator
 from dynamo_elastic.coordinator.main_loop import Deployment as Coordinated
 from dynamo_elastic.coordinator.records import Keys
 from dynamo_elastic.coordinator.status import read_status
+from dynamo_elastic.failpoint_table import FAILPOINTS, Actor
+from dynamo_elastic.failpoints import Act, error_at, set_hook
 from dynamo_elastic.kubernetes.base import (
     ClusterConflict,
     ClusterRefused,
@@ -157,6 +162,56 @@ async def test_every_conflict_is_decided_anew() -> None:
         await at_rest(cluster, store, 2)
     assert cluster.graph.replicas == 2, "the fewest that are legal"
     assert len(cluster.met) == 7, "each of its calls has failed once"
+
+
+class Dead(BaseException):
+    """What no handler sees: the process is gone."""
+
+
+@asynccontextmanager
+async def one_after_the_other(cluster: FakeCluster, store: FakeStore) -> AsyncIterator[None]:
+    """A controller, and another one whenever it dies."""
+
+    async def supervise() -> None:
+        for life in itertools.count():
+            deployment = Deployment(KEYS, LIMITS, wall_clock)
+            with suppress(Dead):
+                await Controller(store, cluster, deployment, f"life{life}").run()
+
+    async with _background(supervise()):
+        yield
+
+
+PLACES = [f.name for f in FAILPOINTS if f.actor is Actor.CONTROLLER]
+
+
+@pytest.mark.parametrize("act", [Act.ERROR, Act.KILL])
+@pytest.mark.parametrize("place", PLACES)
+def test_it_fails_or_dies_before_and_after_each_act(place: str, act: Act) -> None:
+    """Every failpoint of the controller: no pod is made twice, and the wish comes true."""
+    met: list[str] = []
+
+    def hook(name: str) -> None:
+        if name == place and place not in met:
+            met.append(name)
+            raise Dead if act is Act.KILL else error_at(name)
+
+    @in_virtual_time
+    async def story() -> None:
+        cluster, store = FakeCluster(2, now=wall_clock), FakeStore()
+        async with deployed(cluster, store), one_after_the_other(cluster, store):
+            await at_rest(cluster, store, 2)
+            for wish, ranks in ((4, 4), (0, 2)):
+                cluster.wish(wish)
+                await at_rest(cluster, store, ranks)
+        assert cluster.graph.replicas == 2
+
+    set_hook(hook)
+    try:
+        story()
+    finally:
+        set_hook(None)
+    assert met == [place]
 
 
 @in_virtual_time
