@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ _KINDS = {
     _TYPE.CU_GRAPH_NODE_TYPE_WAIT_EVENT: NodeKind.OTHER,
     _TYPE.CU_GRAPH_NODE_TYPE_EVENT_RECORD: NodeKind.OTHER,
 }
+_rebound: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+"""Graphs whose templates are not what they launch any more."""
 _COPY_ADDRESSES, _FILL_ADDRESSES = ("srcDevice", "dstDevice"), ("dst",)
 
 
@@ -68,9 +71,14 @@ class CudaGraphDriver:
 
 
 class CudaPatchableGraph:
-    """A PatchableGraph. Raises RebindRefused if the graph's template was not kept."""
+    """A PatchableGraph. Raises RebindRefused if the graph's template was not kept, or does not say
+    any more what the graph launches."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        if graph in _rebound:
+            raise RebindRefused(
+                "a graph was rebound before: only who did that knows what it launches"
+            )
         entries = _read(graph)
         self._graph = graph
         self._nodes = tuple(node for _, node, _ in entries)
@@ -87,6 +95,7 @@ class CudaPatchableGraph:
         kind, handle, owned = self._nodes[index].kind, self._handles[index], self._params[index]
         for parameter, value in values.items():
             owned.put(parameter, value)
+        _rebound.add(self._graph)
         target = (self._executable, handle, owned.params)
         if kind is NodeKind.KERNEL:
             result = driver.cuGraphExecKernelNodeSetParams(*target)

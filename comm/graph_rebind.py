@@ -49,7 +49,8 @@ class GraphDriver(Protocol[G]):
 
     def open(self, graph: G) -> PatchableGraph:
         """Read a captured graph, and instantiate it if it is not. Raises RebindRefused if its
-        template is gone."""
+        template is gone, or the graph was written to before: a write changes what is launched, not
+        the template that is read here."""
         ...
 
     def probe(self, step: Callable[[], None], buffer: Span, parity: int) -> Probe:
@@ -73,7 +74,8 @@ class Rebound:
 class GraphRebinder:
     """Keeps `graphs` usable from buffer to buffer. `probe` was captured like them.
 
-    The graphs must have no peer in use, and nothing in flight, when they are rebound.
+    The graphs must have no peer in use, and nothing in flight, when they are rebound. One rebinder
+    serves them from buffer to buffer: another one that comes later could not read them.
     """
 
     def __init__(self, driver: GraphDriver[G], graphs: Sequence[G], probe: Probe) -> None:

@@ -108,6 +108,7 @@ class FakeGraph:
         self._nodes = tuple(nodes)
         self.live = list(nodes)
         """As a replay would see them."""
+        self.written = False
         self.breaks_at = breaks_at
 
     @property
@@ -117,6 +118,7 @@ class FakeGraph:
     def write(self, index: int, values: Mapping[int, bytes]) -> None:
         if index == self.breaks_at:
             raise RebindFailed("the driver refused")
+        self.written = True
         node = self.live[index]
         for parameter, value in values.items():
             if len(value) != len(node.values[parameter]):
@@ -133,6 +135,8 @@ class FakeGraphDriver:
         self.capturing: list[Node] | None = None
 
     def open(self, graph: FakeGraph) -> FakeGraph:
+        if graph.written:
+            raise RebindRefused("a graph was rebound before")
         return graph
 
     def probe(self, step: Callable[[], None], buffer: Span, parity: int) -> Probe:

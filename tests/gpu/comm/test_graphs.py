@@ -60,6 +60,8 @@ def test_graphs_follow_the_buffer_and_the_rank(rank: RankProcess) -> None:
         assert rebound["written"]["kernel"] >= 3 * 2 * LAYERS
         assert rebound["values"] > 0
         assert rank.call("verify_all", layers=LAYERS) < 0.01
+    with pytest.raises(RankFailed, match="rebound before"):
+        rank.call("record")
 
 
 def test_without_the_hook_there_is_nothing_to_patch(rank: RankProcess) -> None:

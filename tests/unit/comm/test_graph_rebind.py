@@ -343,6 +343,19 @@ def test_a_write_that_fails_half_way_ends_the_graphs() -> None:
         world.rebinder.rebind(probe(world.driver, fresh))
 
 
+def test_who_did_not_rebind_graphs_can_not_read_them() -> None:
+    """What they were captured with is not what they launch, and would be taken for it."""
+    world = World()
+    fresh = world.memory.buffer(rank=1)
+    world.rebinder.rebind(probe(world.driver, fresh))
+    with pytest.raises(RebindRefused, match="rebound before"):
+        GraphRebinder(world.driver, world.graphs, probe(world.driver, fresh))
+    last = world.memory.buffer(rank=2)
+    world.rebinder.rebind(probe(world.driver, last))
+    for graph in world.graphs:
+        assert graph.live == expected(graph, world.buffer, last)
+
+
 def test_verify_compares_a_replay_with_eager() -> None:
     right = torch.arange(8, dtype=torch.bfloat16)
     assert verify(lambda: right, lambda: right, tolerance=0) == 0

@@ -18,13 +18,18 @@ _log = logging.getLogger(__name__)
 
 
 class Leaver:
-    """Of one worker, from one operation that it leaves in to the one that it comes back with."""
+    """Of one worker, however often it leaves and comes back."""
 
     def __init__(self, worker: Any, *, rebinds: bool) -> None:
         self._worker = worker
         self._rebinds = rebinds
         self._graphs: Any = None
+        """Read once: what was captured is not what graphs launch once they are rebound."""
         self._memory: Any = None
+
+    def graphs(self) -> Any:
+        """Those of the worker. Raises RebindRefused, or EngineError without a buffer."""
+        return self._graphs if self._graphs is not None else self._worker.rebinding()
 
     def let_go(self, sent: Iterable[Tensor]) -> dict[str, Any]:
         """Nothing that peers know of is left, nor, with vLLM's cumem allocator, any weights and KV
@@ -57,7 +62,7 @@ class Leaver:
         if not self._rebinds:
             return {}
         try:
-            self._graphs = self._worker.rebinding()
+            self._graphs = self.graphs()
         except (RebindRefused, EngineError) as exc:
             _log.warning("graphs of this rank will be captured again: %s", exc)
             return {"refused": str(exc)}
@@ -73,12 +78,12 @@ class Leaver:
     def rebind(self) -> bool:
         """Whether the graphs go on with the buffer that the layers have now; if not, they have to
         be captured again."""
-        graphs, self._graphs = self._graphs, None
-        if graphs is None:
+        if self._graphs is None:
             return False
         try:
-            _log.warning("graphs: %s", graphs.rebind())
+            _log.warning("graphs: %s", self._graphs.rebind())
         except (RebindRefused, RebindFailed) as exc:
+            self._graphs = None
             _log.warning("graphs are captured again: %s", exc)
             return False
         return True

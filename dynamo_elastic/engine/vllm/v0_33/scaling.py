@@ -213,6 +213,10 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
         if not self._leaver.rebind():
             self.capture()
 
+    def graphs(self) -> Any:
+        """See Leaver."""
+        return self._leaver.graphs()
+
     def capture(self) -> None:
         """Kernels are warm, and graphs captured; nobody else is asked for anything."""
         super().warmup_new_worker()

@@ -57,7 +57,7 @@ class ElasticWorker(ElasticWorkerExtension, Worker):  # type: ignore[misc]
     def elastic_rebind_check(self) -> dict[str, Any]:
         """Whether the graphs of this rank could go on with another buffer. The group must be idle;
         through collective_rpc()."""
-        found: dict[str, Any] = self.rebinding().check()
+        found: dict[str, Any] = self.elastic_ep_executor.graphs().check()
         return found
 
     def rebinding(self) -> Any:
