@@ -128,8 +128,8 @@ class Fleet(Generic[E]):
         await self.rebalance(plan.after, plan.settled)
         return plan
 
-    async def scale_down(self, target: int) -> ScalePlan:
-        plan = self.plan(target)
+    async def scale_down(self, target: int, *, skipped_epochs: int = 0) -> ScalePlan:
+        plan = self.plan(target, skipped_epochs=skipped_epochs)
         leavers = [self.all[w] for w in plan.leavers if w in self.all]
         await each(leavers, lambda e: e.client.drain(short_tokens=2, timeout_s=TIMEOUT_S))
         await self.rebalance(self.in_force, plan.settled)

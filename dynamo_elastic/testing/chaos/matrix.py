@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from dynamo_elastic.testing.chaos.detours import DETOURS
+from dynamo_elastic.testing.chaos.gpu_scenario import gpu_places
 from dynamo_elastic.testing.chaos.image_scenario import ImageScenario, image_cells
 from dynamo_elastic.testing.chaos.scenario import (
     ACTS,
@@ -131,4 +132,5 @@ def _nth(table: Sequence[T], nth: int, name: str) -> T:
 def places_reached() -> frozenset[str]:
     """Failpoints for which there is a run."""
     of_resizes = (fault.place for down in (False, True) for _, fault, _ in cells(down))
-    return frozenset({*of_resizes, *(f.place for _, f in image_cells())} - {ANY_MOMENT})
+    of_images = (fault.place for _, fault in image_cells())
+    return frozenset({*of_resizes, *of_images, *gpu_places()} - {ANY_MOMENT})

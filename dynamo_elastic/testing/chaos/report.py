@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from dynamo_elastic.errors import ResourceMissing
-from dynamo_elastic.failpoint_table import FAILPOINTS
+from dynamo_elastic.testing.chaos.elsewhere import ELSEWHERE
 from dynamo_elastic.testing.chaos.matrix import places_reached
 from dynamo_elastic.testing.chaos.tally import (
     ENOUGH,
@@ -56,16 +56,15 @@ def write_report(
 def detail_of(
     sum_: Tally, parts: Sequence[Mapping[str, Any]], simulation: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What each part was made by; how often each failpoint was hit; what was not reached."""
+    """What each part was made by; how often each failpoint was hit; what was not, and where it
+    is."""
     hits = sum_.hits
-    reachable = sorted(places_reached())
+    reached = sorted(places_reached())
     return {
         "parts": [dict(part) for part in parts],
         **sum_.detail(),
-        "hit_less_than_3_times": [n for n in reachable if hits.get(n, 0) < ENOUGH],
-        "not_passed_without_a_gpu_or_kubernetes_or_another_fault": sorted(
-            {f.name for f in FAILPOINTS} - {*reachable, *hits}
-        ),
+        "hit_less_than_3_times": [n for n in reached if hits.get(n, 0) < ENOUGH],
+        "hit_elsewhere": dict(sorted(ELSEWHERE.items())),
         "simulation": dict(simulation),
     }
 
@@ -100,13 +99,15 @@ def html_of(sum_: Tally, detail: Mapping[str, Any]) -> str:
         around=_matrix(sum_.around, sum_.bad_around),
         failpoints=_matrix(sum_.failpoints, sum_.bad_failpoints),
         missed=html.escape(", ".join(detail["hit_less_than_3_times"]) or "none"),
+        elsewhere=_rows([("failpoint", "test"), *detail["hit_elsewhere"].items()]),
     )
 
 
 def _of_part(part: Mapping[str, Any]) -> str:
     hardware = part["hardware"]
     on = ", ".join(hardware.get("gpus", ())) or f"{hardware['cores']} CPU cores"
-    return f"{part['date']}, commit {part['commit']}, {on}"
+    note = f" ({part['note']})" if "note" in part else ""
+    return f"{part['date']}, commit {part['commit']}, {on}{note}"
 
 
 def _matrix(happened: Cells, bad: Cells) -> str:
@@ -145,15 +146,17 @@ th {{ text-align: left; background: #f6f6f6 }}
 .good {{ background: #dff5df }} .bad {{ background: #f8c9c9 }}
 </style>
 <h1>Fault matrix on real processes</h1>
-<p>A run is one resize under streaming load with one fault in it, and the recovery after it. A cell
-says in how many runs the fault happened there; a bad run violated a rule of the history checker, or
-did not come to rest in a minute.</p>
+<p>A run is one resize under streaming load with one fault in it, and the recovery after it; or work
+on an image beside a deployment that serves; or, on a GPU, a rank that joins another one, or an
+agent that parks and restores. A cell says in how many runs the fault happened there; a bad run
+violated a rule, or did not come to rest in time.</p>
 {sums}
 <h2>Parts of it</h2>{parts}
 <h2>Deterministic simulation</h2>{simulation}
 <h2>Faults at a moment drawn by lot, by process</h2>{around}
 <h2>Failpoints and faults</h2>
-<p>Passed in a resize on this machine, but hit less than 3 times: {missed}.</p>
+<p>Hit less than 3 times: {missed}.</p>
 {failpoints}
+<h2>Failpoints of tests alone</h2>{elsewhere}
 </html>
 """

@@ -11,8 +11,21 @@ import pytest
 from dynamo_elastic.errors import ResourceMissing
 from dynamo_elastic.failpoint_table import FAILPOINTS, Stage
 from dynamo_elastic.failpoints import Act
+from dynamo_elastic.testing.chaos.elsewhere import ELSEWHERE
+from dynamo_elastic.testing.chaos.gpu_scenario import (
+    FIRST_ON_GPU,
+    Move,
+    gpu_places,
+    gpu_scenarios,
+)
 from dynamo_elastic.testing.chaos.image_scenario import ImageScenario, image_cells
-from dynamo_elastic.testing.chaos.matrix import FIRST_ON_IMAGES, cells, places, scenario
+from dynamo_elastic.testing.chaos.matrix import (
+    FIRST_ON_IMAGES,
+    cells,
+    places,
+    places_reached,
+    scenario,
+)
 from dynamo_elastic.testing.chaos.report import write_report
 from dynamo_elastic.testing.chaos.scenario import (
     AtFailpoint,
@@ -141,6 +154,22 @@ def test_work_on_images_has_its_turn_too() -> None:
     assert {str(scenario(n)) for n in numbers} == wanted
     stages = {Stage.TAKE, Stage.STORE, Stage.REMOVE}
     assert {f.place for _, f in image_cells()} == {f.name for f in FAILPOINTS if f.stage in stages}
+
+
+def test_every_failpoint_is_hit_here_or_elsewhere() -> None:
+    names = {f.name for f in FAILPOINTS}
+    assert places_reached() | ELSEWHERE.keys() == names
+    assert not places_reached() & ELSEWHERE.keys()
+    for where in set(ELSEWHERE.values()):
+        file, _, test = where.partition("::")
+        assert f"def {test}(" in (BENCHMARKS.parent / file).read_text()
+
+
+def test_runs_on_a_gpu_are_numbered_for_ever() -> None:
+    runs = gpu_scenarios(*Move)
+    assert len({run.number for run in runs}) == len(runs)
+    assert runs[0].number == FIRST_ON_GPU > FIRST_ON_IMAGES + len(image_cells())
+    assert {(r.place, r.act) for r in runs} == {(p, a) for p in gpu_places() for a in Act}
 
 
 def test_places_are_failpoints_that_there_are() -> None:
