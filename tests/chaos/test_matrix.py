@@ -14,10 +14,21 @@ from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.demo.run import leftovers
 from dynamo_elastic.failpoints import Act
 from dynamo_elastic.testing.chaos.etcd_members import SITES
+from dynamo_elastic.testing.chaos.image_run import run_on_images
+from dynamo_elastic.testing.chaos.image_scenario import CLI, ImageScenario, Work
+from dynamo_elastic.testing.chaos.image_shop import ImageShop
 from dynamo_elastic.testing.chaos.run import run
-from dynamo_elastic.testing.chaos.scenario import AtFailpoint, AtRandom, Fault, Resize, Scenario
+from dynamo_elastic.testing.chaos.scenario import (
+    ANY_MOMENT,
+    AtFailpoint,
+    AtRandom,
+    Fault,
+    Resize,
+    Scenario,
+    at_failpoint,
+)
 from dynamo_elastic.testing.chaos.verdict import Verdict
-from dynamo_elastic.testing.chaos.world import missing_tools, world
+from dynamo_elastic.testing.chaos.world import World, missing_tools, world
 
 pytestmark = [
     pytest.mark.root,
@@ -56,6 +67,13 @@ FAULTS: list[tuple[Resize, AtFailpoint | AtRandom]] = [
     (DOWN, AtRandom(Fault.STOP, "slot1", 0.2)),
 ]
 
+ON_IMAGES: list[tuple[Work, str, Act]] = [
+    (Work.TAKE, "take.dump", Act.KILL),
+    (Work.IMPORT, "catalog.import.extracted", Act.ERROR),
+    (Work.REMOVE, "catalog.remove.renamed", Act.KILL),
+    (Work.TIDY, "catalog.partials.before_removal", Act.ERROR),
+]
+
 
 def test_nothing_is_violated_lost_or_left_behind(tmp_path: Path) -> None:
     configs: list[DeploymentConfig] = []
@@ -69,13 +87,22 @@ def test_nothing_is_violated_lost_or_left_behind(tmp_path: Path) -> None:
                 if verdict.hang:
                     break
             configs.append(here.config)
-            return verdicts
+            return [*verdicts, *await on_images(here)]
+
+    async def on_images(here: World) -> list[Verdict]:
+        shop = ImageShop(here)
+        await shop.open()
+        faults = [(w, at_failpoint(place, CLI, act)) for w, place, act in ON_IMAGES]
+        scenarios = [ImageScenario(n, *fault) for n, fault in enumerate(faults)]
+        played = [await run_on_images(here, shop, one) for one in scenarios]
+        shop.close()
+        return [verdict for verdict, _ in played]
 
     verdicts = asyncio.run(play())
     assert [v for v in verdicts if not v.good] == []
-    assert len(verdicts) == len(FAULTS)
+    assert len(verdicts) == len(FAULTS) + len(ON_IMAGES)
     # A fault at a moment of its own may come too late; one at a failpoint comes.
-    placed = [v for v, (_, at) in zip(verdicts, FAULTS, strict=True) if isinstance(at, AtFailpoint)]
+    placed = [v for v in verdicts if v.place != ANY_MOMENT]
     assert [v.scenario for v in placed if not v.fired] == []
     assert sum(not v.fired for v in verdicts) <= 1
     assert sum(v.requests for v in verdicts) > len(FAULTS)

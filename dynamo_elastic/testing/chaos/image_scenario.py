@@ -31,6 +31,11 @@ class ImageScenario:
     work: Work
     fault: AtFailpoint
 
+    @property
+    def cell(self) -> tuple[str, str]:
+        """Of the matrix: where, and what is done there."""
+        return self.fault.place, self.fault.act
+
     def __str__(self) -> str:
         return f"{self.work}: {self.fault.act} of the command line at {self.fault.place}"
 

@@ -24,7 +24,7 @@ from dynamo_elastic.testing.chaos.play import play, verdicts_in
 from dynamo_elastic.testing.chaos.report import PROVENANCE, write_report
 from dynamo_elastic.testing.chaos.run import WINDOWS, passed
 from dynamo_elastic.testing.chaos.scenario import Resize
-from dynamo_elastic.testing.chaos.tally import enough_in
+from dynamo_elastic.testing.chaos.tally import has_enough
 from dynamo_elastic.testing.chaos.verdict import RUNS
 from dynamo_elastic.testing.chaos.world import missing_tools, world
 
@@ -46,19 +46,19 @@ def run_slice(
     site: Annotated[int, typer.Option(min=0, max=SITES - 1, help="Sites run side by side.")] = 0,
     lacking: Annotated[
         Path | None,
-        typer.Option(help="Only runs at failpoints that this result has hit less than 3 times."),
+        typer.Option(
+            help="Only runs at failpoints that this result has hit less than 3 times, or not so."
+        ),
     ] = None,
     work_dir: WorkDir = WORK_DIR,
 ) -> None:
     """Play runs FIRST to FIRST + COUNT - 1 in one deployment, one after the other. From 100000 on
     they are work on images."""
     known = verdicts_in(work_dir) if add else {}
-    enough = enough_in(json.loads(lacking.read_text())) if lacking is not None else frozenset()
-    todo = [
-        n
-        for n in range(first, first + count)
-        if n not in known and scenario(n).fault.place not in enough
-    ]
+    todo = [n for n in range(first, first + count) if n not in known]
+    if lacking is not None:
+        result = json.loads(lacking.read_text())
+        todo = [n for n in todo if not has_enough(result, *scenario(n).cell)]
     _check_tools()
     if not add:
         (work_dir / RUNS).unlink(missing_ok=True)

@@ -19,7 +19,6 @@ from dynamo_elastic.testing.chaos.history import History
 from dynamo_elastic.testing.chaos.scenario import (
     NARROW,
     WIDE,
-    AtFailpoint,
     AtRandom,
     Resize,
     Scenario,
@@ -50,11 +49,9 @@ class Hang(Exception):
 
 async def run(world: World, scenario: Scenario) -> tuple[Verdict, History]:
     """Play `scenario`. The world is at rest afterwards, unless the verdict says that it hangs."""
-    fault = scenario.fault
-    act = fault.act if isinstance(fault, AtFailpoint) else fault.fault
-    verdict = Verdict(
-        scenario.number, str(scenario), scenario.resize, fault.place, fault.process, act, False
-    )
+    place, act = scenario.cell
+    process = scenario.fault.process
+    verdict = Verdict(scenario.number, str(scenario), scenario.resize, place, process, act, False)
     history = world.history()
     try:
         await at_width(world, WIDE if scenario.ranks == NARROW else NARROW)

@@ -88,13 +88,18 @@ class Scenario:
     via: AtFailpoint | Occasion | None = None
 
     @property
+    def cell(self) -> tuple[str, str]:
+        """Of the matrix: where, and what is done there."""
+        fault = self.fault
+        return fault.place, fault.act if isinstance(fault, AtFailpoint) else fault.fault
+
+    @property
     def ranks(self) -> int:
         return NARROW if self.resize is Resize.DOWN else WIDE
 
     def __str__(self) -> str:
-        fault = self.fault
-        what = fault.act if isinstance(fault, AtFailpoint) else fault.fault
-        return f"{self.resize}: {what} of {fault.process or 'one'} at {fault.place}{self._via}"
+        place, what = self.cell
+        return f"{self.resize}: {what} of {self.fault.process or 'one'} at {place}{self._via}"
 
     @property
     def _via(self) -> str:

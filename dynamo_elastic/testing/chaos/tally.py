@@ -107,10 +107,11 @@ def tally_of_result(result: Mapping[str, Any]) -> Tally:
     )
 
 
-def enough_in(result: Mapping[str, Any]) -> frozenset[str]:
-    """Failpoints that a result has hit ENOUGH times, and the moments of any fault around them."""
-    hits = tally_of_result(result).hits
-    return frozenset({ANY_MOMENT, *(name for name, n in hits.items() if n >= ENOUGH)})
+def has_enough(result: Mapping[str, Any], place: str, act: str) -> bool:
+    """True of a failpoint that a result has hit ENOUGH times, and in this way too; and of faults
+    that are at none."""
+    acts = tally_of_result(result).failpoints.get(place, {})
+    return place == ANY_MOMENT or (sum(acts.values()) >= ENOUGH and act in acts)
 
 
 def _count(cells: Cells, row: str, column: str) -> None:

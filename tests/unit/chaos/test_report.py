@@ -35,7 +35,7 @@ from dynamo_elastic.testing.chaos.scenario import (
     Scenario,
     cast,
 )
-from dynamo_elastic.testing.chaos.tally import tally, tally_of_result
+from dynamo_elastic.testing.chaos.tally import has_enough, tally, tally_of_result
 from dynamo_elastic.testing.chaos.verdict import Verdict
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -107,6 +107,14 @@ def test_verdicts_are_added_to_an_earlier_result(checkout: Path) -> None:
     assert [part["runs"] for part in parts] == [2, 3]
     assert parts[1]["commit"] == "abcdefabcdef"
     assert "2026-12-24, commit abcdefabcdef, NVIDIA H200" in page.read_text()
+
+
+def test_what_a_result_lacks_is_played() -> None:
+    result = {"metrics": tally(VERDICTS).metrics(), "detail": tally(VERDICTS).detail()}
+    assert has_enough(result, "scale.before_check", "kill")
+    assert not has_enough(result, "scale.before_check", "stop")
+    assert not has_enough(result, "scale.after_check", "kill")
+    assert has_enough(result, "any moment", "kill -9")
 
 
 def test_what_is_stored_can_be_added_to() -> None:
