@@ -106,9 +106,10 @@ class GraphIndex:
         shift = substitution.new.buffer.address - substitution.old.buffer.address
         moved: dict[int, list[Place]] = defaultdict(list)
         for address, places in self._by_pointer.items():
-            if offset_in(address, substitution.old.buffer) is not None:
-                address += shift
-            moved[substitution.pointers.get(address, address)] += places
+            # Either rule, never both: a new buffer may lie where the old one's context was.
+            inside = offset_in(address, substitution.old.buffer) is not None
+            after = address + shift if inside else substitution.pointers.get(address, address)
+            moved[after] += places
         self._by_pointer = moved
         # Torch's memory as it is now: what it owned earlier may be another buffer's tomorrow.
         self._owned = Owned(substitution.new.owned)

@@ -40,9 +40,9 @@ class FakeWorld:
     def torch_address(self) -> int:
         return next(self._torch_next)
 
-    def buffer(self, rank: int, at: int | None = None) -> FakeBuffer:
+    def buffer(self, rank: int, at: int | None = None, context_at: int | None = None) -> FakeBuffer:
         first = next(self._next) if at is None else at
-        context = next(self._next)
+        context = next(self._next) if context_at is None else context_at
         return FakeBuffer(self, rank, Span(first, BUFFER_BYTES), context, context + 2 * MIB)
 
 

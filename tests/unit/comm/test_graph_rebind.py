@@ -92,6 +92,24 @@ def test_from_buffer_to_buffer(ranks: list[int]) -> None:
         assert graph.live == expected(graph, world.buffer, last)
 
 
+@given(
+    places=st.lists(
+        st.lists(st.integers(0, 3), min_size=2, max_size=2, unique=True), min_size=1, max_size=8
+    )
+)
+@settings(max_examples=80, deadline=None)
+def test_memory_that_is_freed_is_used_again(places: list[list[int]]) -> None:
+    """Buffers and their contexts come to lie wherever others have lain before, as a driver does
+    it: seen on a GPU, where a later rebind took a new buffer's own address for an old context."""
+    world = World()
+    ground = [0x7F40_0000_0000 + slot * BUFFER_BYTES for slot in range(4)]
+    for rank, (memory, context) in enumerate(places):
+        last = world.memory.buffer(rank % 8, at=ground[memory], context_at=ground[context])
+        world.rebinder.rebind(probe(world.driver, last))
+        for graph in world.graphs:
+            assert graph.live == expected(graph, world.buffer, last)
+
+
 def test_the_report_counts_what_was_written() -> None:
     world = World(layers=(2,))
     rebound = world.rebinder.rebind(probe(world.driver, world.memory.buffer(rank=3)))
