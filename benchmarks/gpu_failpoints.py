@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -25,12 +24,13 @@ from provenance import provenance
 from dynamo_elastic.engine.reference.make_model import write_model
 from dynamo_elastic.testing.chaos.gpu_scenario import GpuScenario, Move, gpu_scenarios
 from dynamo_elastic.testing.chaos.verdict import RUNS, Verdict
+from dynamo_elastic.testing.deployments import deployment
 from dynamo_elastic.testing.engine_process import SMALL_SHAPE, engine_config
 from dynamo_elastic.testing.gpu_failpoint_agent import parker
 from dynamo_elastic.testing.gpu_failpoint_ranks import ranks
 from dynamo_elastic.testing.gpu_fleet import gpu_environment
 from dynamo_elastic.testing.gpu_meter import Meter
-from dynamo_elastic.testing.gpu_world import SIZES, WORLD, end_leftovers, image_of, leftovers, world
+from dynamo_elastic.testing.gpu_world import SIZES, end_leftovers, image_of, leftovers
 from dynamo_elastic.topology import EngineShape
 
 PROVENANCE = "provenance.json"
@@ -109,8 +109,9 @@ async def play_ranks(player: Player, directory: Path, used_mib: Callable[[], int
 
 async def play_agent(player: Player, directory: Path, used_mib: Callable[[], int]) -> None:
     """An agent, and an engine of another slot."""
-    os.environ[WORLD] = str(directory)
-    config = world(slots=2)
+    host = directory / "host"
+    host.mkdir()
+    config = deployment(host, slots=2, agent={"gpus": [0, 0]})
     print("image:", (await asyncio.to_thread(image_of, config)).image_id, flush=True)
     failpoints = directory / "agent-failpoints"
     failpoints.mkdir()

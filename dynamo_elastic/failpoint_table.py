@@ -333,7 +333,8 @@ HOLDS: dict[tuple[Actor, Stage], Holds] = {
     (Actor.IMAGER, Stage.STORE): Holds(
         "the image is there and whole, or not there; what is left is removed by the next tidying",
         "others wait at most for the catalog's lock, and say so",
-        "the image is not there; nothing of it is left",
+        "the image is not there, or whole if it had its name already; nothing else of it is left, "
+        "and the caller is told",
         _LATER,
     ),
     (Actor.IMAGER, Stage.REMOVE): Holds(

@@ -222,7 +222,8 @@ class Catalog:
     def publish(self, draft: Draft, manifest: Manifest, *, signed: bool = True) -> Manifest:
         """The image exists: manifest last, then one rename; returns the manifest as it is stored.
         It is signed with our key, unless not `signed`: then it keeps the signature in the draft.
-        Raises SnapshotError, and the image does not exist."""
+        Raises SnapshotError, and the image does not exist; or, if its name alone could not be made
+        durable, is there and whole."""
         path = draft.directory / MANIFEST_FILE
         data = encode(manifest)
         failpoint("catalog.publish.begin")
