@@ -47,7 +47,8 @@ def run_slice(
     lacking: Annotated[
         Path | None,
         typer.Option(
-            help="Only runs at failpoints that this result has hit less than 3 times, or not so."
+            help="One run for each fault at a failpoint that this result has hit less than 3 times, "
+            "or not so."
         ),
     ] = None,
     work_dir: WorkDir = WORK_DIR,
@@ -59,6 +60,7 @@ def run_slice(
     if lacking is not None:
         result = json.loads(lacking.read_text())
         todo = [n for n in todo if not has_enough(result, *scenario(n).cell)]
+        todo = sorted({scenario(n).cell: n for n in reversed(todo)}.values())
     _check_tools()
     if not add:
         (work_dir / RUNS).unlink(missing_ok=True)
