@@ -47,8 +47,8 @@ def run_slice(
     lacking: Annotated[
         Path | None,
         typer.Option(
-            help="One run for each fault at a failpoint that this result has hit less than 3 times, "
-            "or not so."
+            help="One run of each fault at a failpoint that this result lacks, or has hit less "
+            "than 3 times."
         ),
     ] = None,
     work_dir: WorkDir = WORK_DIR,
