@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from provenance import provenance
 
 from dynamo_elastic.engine.reference.make_model import write_model
+from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.testing.chaos.gpu_scenario import GpuScenario, Move, gpu_scenarios
 from dynamo_elastic.testing.chaos.verdict import RUNS, Verdict
 from dynamo_elastic.testing.deployments import deployment
@@ -100,11 +101,14 @@ async def play_ranks(player: Player, directory: Path, used_mib: Callable[[], int
         failpoints.mkdir()
         config = engine_config(model, place / "run", **ENGINE)
         shape = EngineShape(SHAPE.num_experts, SLOTS)
-        async with ranks(config, shape, gpu_environment(0), failpoints, used_mib) as table:
-            print("a rank passes:", *sorted(await table.passed()), flush=True)
-            await player.play(table, todo)
-            if grown := await table.grown():
-                player.fail(grown)
+        try:
+            async with ranks(config, shape, gpu_environment(0), failpoints, used_mib) as table:
+                print("a rank passes:", *sorted(await table.passed()), flush=True)
+                await player.play(table, todo)
+                if grown := await table.grown():
+                    player.fail(grown)
+        except (ElasticError, TimeoutError) as exc:
+            player.fail(f"these ranks: {type(exc).__name__}: {exc}")
 
 
 async def play_agent(player: Player, directory: Path, used_mib: Callable[[], int]) -> None:
