@@ -9,40 +9,27 @@ boots in that group instead, and lets go of nothing: it can't be put into an ima
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from dynamo_elastic.engine.renew import adopt_standard_files
 from dynamo_elastic.engine.vllm.elastic.flags import (
     FOUNDS_VARIABLE,
     detached_environment,
     elastic_environment,
 )
-from dynamo_elastic.errors import ElasticError
-
-_log = logging.getLogger(__name__)
+from dynamo_elastic.engine.vllm.life import run
 
 
 def main() -> None:
     """Run the rank until it is killed. Whatever goes wrong is in the log, and ends the process."""
     began_s = time.monotonic()
     control_dir, *argv = sys.argv[1:]
-    adopt_standard_files()
     founds = int(os.environ.get(FOUNDS_VARIABLE, "0")) > 0
     os.environ |= elastic_environment(park=True) if founds else detached_environment(control_dir)
-    try:
-        asyncio.run(_tree(Path(control_dir), began_s, founds=founds).live(argv))
-    except ElasticError as exc:
-        _log.error("rank ends: %s", exc)
-    except Exception:  # noqa: BLE001 - nobody else is there to say what happened
-        _log.exception("rank ends: a fault of its own")
-    logging.shutdown()
-    os._exit(1)
+    run(lambda: _tree(Path(control_dir), began_s, founds=founds).live(argv))
 
 
 def _tree(control_dir: Path, began_s: float, *, founds: bool) -> Any:

@@ -25,7 +25,8 @@ from dynamo_elastic.types import Epoch, Rank, WorkerId
 
 _FOLLOW_POLL_S = 0.01
 _LEAVE_TIMEOUT_S = 20.0
-"""For a leaver to be out of the group, once those who stay have switched."""
+"""For a leaver to be out of the group, once those who stay have switched, and then for it to let go
+of its memory."""
 _GIVE_UP_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 
@@ -42,11 +43,14 @@ class GroupEngine(VllmEngine):
         requests: Requests,
         kv_blocks: int,
         detach: Callable[[], Awaitable[None]],
+        *,
+        leave_timeout_s: float = _LEAVE_TIMEOUT_S,
     ) -> None:
         """`detach` brings the process back to where it polls for an identity; see detach()."""
         super().__init__(attach, replica, requests, kv_blocks)
         self._group = group
         self._detach = detach
+        self._leave_timeout_s = leave_timeout_s
         self._epochs: GroupEpochs = GroupEpochs()  # type: ignore[assignment]
         self._was_member = False
         self._work: asyncio.Future[None] | None = None
@@ -225,16 +229,20 @@ class GroupEngine(VllmEngine):
 
     async def detach(self) -> None:
         """Of a rank that has left, or was never in a group. Dynamo's runtime stays, unseen: what
-        comes back is the same process in the same slot."""
+        comes back is the same process in the same slot. Raises EngineError if it does not leave,
+        or does not let go of its memory, in time."""
         if self._following is not None:
-            try:
-                await asyncio.wait_for(asyncio.shield(self._following), _LEAVE_TIMEOUT_S)
-            except TimeoutError:
-                raise EngineError(
-                    f"rank {self._group.rank} has not left within {_LEAVE_TIMEOUT_S:g} s"
-                ) from None
+            await self._in_time(asyncio.shield(self._following), "left its group")
         if self._group.size:
             raise EngineError(f"rank {self._group.rank} is in a group: it has to leave first")
         if self._was_member:
-            await asyncio.wait_for(self._group.released(), _LEAVE_TIMEOUT_S)
+            await self._in_time(self._group.released(), "let go of its memory")
         await self._detach()
+
+    async def _in_time(self, act: Awaitable[None], what: str) -> None:
+        try:
+            await asyncio.wait_for(act, self._leave_timeout_s)
+        except TimeoutError:
+            raise EngineError(
+                f"rank {self._group.rank} has not {what} within {self._leave_timeout_s:g} s"
+            ) from None

@@ -9,7 +9,6 @@ waits for the shell), and the class of its request handler (ours can send reques
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable
 from contextlib import aclosing
@@ -21,14 +20,14 @@ from dynamo_elastic.dynamo.vllm_scheduler import SCHEDULER
 from dynamo_elastic.dynamo.vllm_seat import ReplicaSeat
 from dynamo_elastic.dynamo.vllm_service import VllmEngine, all_handlers
 from dynamo_elastic.engine.base import SOCKET_FILE, Attach
-from dynamo_elastic.engine.renew import adopt_standard_files
 from dynamo_elastic.engine.rpc import OUTPUTS
+from dynamo_elastic.engine.vllm import life
 from dynamo_elastic.engine.vllm.life import say_detached, wait_attach
 from dynamo_elastic.engine.vllm.replica import Replica
 from dynamo_elastic.engine.vllm.requests import Requests
 from dynamo_elastic.engine.vllm.shims import apply_shims
 from dynamo_elastic.engine.vllm.worker import EXTENSION
-from dynamo_elastic.errors import ElasticError, EngineError, RequestMoved
+from dynamo_elastic.errors import EngineError, RequestMoved
 from dynamo_elastic.failpoints import arm_from_environment, failpoint
 from dynamo_elastic.ipc import RpcServer
 
@@ -45,22 +44,17 @@ from dynamo.vllm.instrumented_scheduler import ENV_FPM_PORT  # noqa: E402
 from dynamo.vllm.publisher import StatLoggerFactory  # noqa: E402
 
 _ATTACH_POLL_S = 0.01
-_log = logging.getLogger(__name__)
 
 
 def run(control_dir: Path, argv: list[str], began_s: float) -> None:
     """Boot, wait for an identity, serve until killed. Whatever goes wrong is in the log, and the
     end of the process."""
-    adopt_standard_files()
-    try:
+
+    async def live() -> None:
         arm_from_environment()
-        asyncio.run(_Tree(control_dir, began_s).live(argv))
-    except ElasticError as exc:
-        _log.error("engine ends: %s", exc)
-    except Exception:  # noqa: BLE001 - nobody else is there to say what happened
-        _log.exception("engine ends: a fault of its own")
-    logging.shutdown()
-    os._exit(1)
+        await _Tree(control_dir, began_s).live(argv)
+
+    life.run(live)
 
 
 class _HostMemory:

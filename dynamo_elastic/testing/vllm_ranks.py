@@ -8,7 +8,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -85,14 +85,22 @@ class Ranks:
 class Group:
     """Ranks that serve, and those that join them."""
 
-    def __init__(self, ranks: Ranks, size: int = 2, **environment: str) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        size: int = 2,
+        *,
+        faults: Mapping[int, str] | None = None,
+        **environment: str,
+    ) -> None:
+        """`faults`, by rank: see elastic_ranks.py."""
         self._ranks = ranks
         self._environment = environment
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.rpc_port = next(_ports)
         self.alive = set(range(size))
         for rank in range(size):
-            self._start(rank, size, joins=False)
+            self._start(rank, size, joins=False, fault=(faults or {}).get(rank, ""))
         for rank in range(size):
             ranks.hear(lambda w, r=rank: w.get("up") == r)  # type: ignore[misc]
 

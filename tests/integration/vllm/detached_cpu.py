@@ -5,13 +5,13 @@ the names of its executor and its worker.
 
 from __future__ import annotations
 
+import importlib
 import types
 from typing import Any
 
 import torch
 
-# Kernels for a machine that any sandbox is: some say that they have AMX, and end whoever uses it.
-torch.cpu._is_avx512_bf16_supported = torch.cpu._is_amx_tile_supported = lambda: False
+importlib.import_module("cpu_kernels")  # before vLLM
 
 import vllm.config.parallel as parallel  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402

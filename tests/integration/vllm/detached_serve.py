@@ -6,6 +6,8 @@ import importlib
 
 from dynamo_elastic.engine.vllm.v0_33 import serve
 
+importlib.import_module("cpu_kernels")  # in the spawned processes too
+
 if __name__ == "__main__":
     importlib.import_module("detached_cpu")  # before its flags are read
     serve.main()

@@ -3,7 +3,8 @@ coordinators, handshakes and groups are vLLM's and ours; a step is a sleep, the 
 
 vLLM takes long to import, so one process does and every rank is a fork of it. Commands are JSON
 lines on stdin ({"start": {...}}, {"to": RANK, "do": ...}, {"kill": RANK}), answers JSON lines on
-stdout. A joiner may have a fault: a place where it dies, or `stop-` and where it stands still.
+stdout. A rank may have a fault: a place where it dies, or `stop-` and where it stands still, or
+`late-` and where it takes its time.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from dynamo_elastic.errors import EngineError
 from dynamo_elastic.types import Incarnation, WorkerId
 
 STEP_S = 0.004
+LATE_S = 1.5
 
 
 @functools.lru_cache
@@ -76,7 +78,9 @@ _mine: dict[str, Any] = {"fault": "", "say": None}
 
 
 def fault(name: str) -> None:
-    """Die, or stand still, if this is the place where this rank has to."""
+    """Die, stand still or be late, if this is the place where this rank has to."""
+    if _mine["fault"] == f"late-{name}":
+        time.sleep(LATE_S)
     if _mine["fault"] == name:
         os._exit(9)
     if _mine["fault"] == f"stop-{name}":
@@ -295,6 +299,10 @@ class Core(our_core.ElasticEngineCore):
 
 class State(our_operation.ElasticState):
     """vLLM's operation of one engine."""
+
+    def _commit_new_dp_group(self) -> None:
+        fault("commit")
+        super()._commit_new_dp_group()
 
     def _mark_ready_for_switch(self) -> None:
         super()._mark_ready_for_switch()

@@ -23,6 +23,8 @@ _OURS = (
     "--worker-cls=group_cpu.Worker",
 )
 
+importlib.import_module("cpu_kernels")  # in the spawned processes too
+
 if __name__ == "__main__":
     founds = FOUNDS_VARIABLE in os.environ
     own = elastic_environment(park=True) if founds else detached_environment(sys.argv[1])

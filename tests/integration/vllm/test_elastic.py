@@ -63,6 +63,22 @@ def test_a_joiner_that_fails_costs_nothing(group: Group, fault: str) -> None:
     assert group.facts(0)["tokens"] > before
 
 
+@pytest.mark.parametrize("fault", ["late-commit", "late-resume"])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_serves_and_is_late_costs_no_joiner(
+    ranks: Ranks, fault: str, slow: int
+) -> None:
+    """Seen on a busy host: the joiner's time ran while it waited for those who serve."""
+    made = Group(ranks, faults={slow: fault}, DYNAMO_ELASTIC_VLLM_COMMIT_TIMEOUT_S="0.5")
+    try:
+        made.join()
+        for answer in made.scale(3, (0, 1)):
+            assert (answer["error"], answer["width"], answer["scaling"]) == ("", 3, False)
+        assert made.facts(2)["tokens"] > 0
+    finally:
+        made.lose(*sorted(made.alive))
+
+
 @pytest.mark.parametrize("fault", ["hello", "engines", "groups"])
 def test_a_joiner_whose_death_is_told_is_not_waited_for(group: Group, fault: str) -> None:
     group.join(fault)

@@ -23,6 +23,7 @@ from dynamo_elastic.topology import Member, Topology
 from dynamo_elastic.types import Epoch, Incarnation, Rank, WorkerId
 
 POLL_S = 0.002
+LEAVE_TIMEOUT_S = 0.3
 
 
 @dataclass
@@ -62,6 +63,8 @@ class Group:
         self.deaf = 0
         """How often the store will not answer."""
         self.said: list[str] = []
+        self.holds = False
+        """Does not let go of its memory."""
 
     async def prepare(self, size: int) -> None:
         world = self.world
@@ -133,6 +136,7 @@ class Group:
         return Summons(operation.name, operation.size, 0 in operation.coming)
 
     async def released(self) -> None:
+        await self._until(lambda: not self.holds)
         self.said.append("released")
 
     async def digest(self) -> str:
@@ -168,6 +172,7 @@ class Deployment:
                 self.requests[r],
                 64,
                 self._detach(r),
+                leave_timeout_s=LEAVE_TIMEOUT_S,
             )
             for r in range(total)
         ]
@@ -281,6 +286,24 @@ def test_a_leaver_follows_rank_0_and_comes_back() -> None:
             )
             await it.scale(3, 3)
             assert await it.states() == [(S.SERVING, 3, 3)] * 3
+
+    run(body)
+
+
+def test_a_leaver_that_holds_on_to_its_memory_or_its_group_is_refused_by_name() -> None:
+    async def body() -> None:
+        async with deployment(2, 2) as it:
+            await it.engines[1].drain(short_tokens=0, timeout_s=0.0)
+            with pytest.raises(EngineError, match="rank 1 has not left its group within"):
+                await it.engines[1].detach()
+            it.world.groups[1].holds = True
+            await it.scale(2, 1)
+            with pytest.raises(EngineError, match="rank 1 has not let go of its memory within"):
+                await it.engines[1].detach()
+            assert it.detached == []
+            it.world.groups[1].holds = False
+            await it.engines[1].detach()
+            assert it.detached == [1]
 
     run(body)
 

@@ -94,6 +94,12 @@ def test_a_failure_of_another_epoch_is_none() -> None:
     assert error_of(store) is None
 
 
+def test_who_tells_late_tells_of_its_own_operation() -> None:
+    store = of_epoch("e2")
+    publish_error(store, "joiner 2 died", "e1")
+    assert error_of(store) is None
+
+
 def test_the_first_reason_stays() -> None:
     store = of_epoch()
     publish_error(store, "first")

@@ -89,6 +89,8 @@ def agree(
     that went well everywhere: the ranks that serve decide alike, and without those that join. A
     joiner that died or stopped makes it no, after `new_timeout_s` at the latest, and `old` is
     as good as before. Raises RuntimeError if the old group itself is broken."""
+    # Its time begins when all who serve are here: a busy host makes them late, and no joiner dead.
+    reduce(old, [1], ReduceOp.MIN, old_timeout_s)
     reason, reduced = "", list(values)
     try:
         reduced = reduce(new, values, ReduceOp.MAX, new_timeout_s)

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 from dynamo_elastic.errors import EngineError
 
 EPOCH_KEY = "elastic_ep/external/current_epoch"
+RESUME = "resume"
+"""Where ranks that join arrive after the commit; see arrival_key()."""
 
 
 class Store(Protocol):
@@ -42,20 +44,24 @@ def error_key(epoch: str) -> str:
     return f"elastic_ep/external/{epoch}/error"
 
 
+def operation_of(store: Store) -> str:
+    """The newest operation that this store knows of; '' if there is none yet."""
+    return store.get(EPOCH_KEY).decode() if store.check([EPOCH_KEY]) else ""
+
+
 def error_of(store: Store) -> str | None:
     """Why the operation of this store failed; None if it did not, or there is none yet."""
-    if not store.check([EPOCH_KEY]):
-        return None
-    key = error_key(store.get(EPOCH_KEY).decode())
+    key = error_key(operation_of(store))
     return store.get(key).decode() if store.check([key]) else None
 
 
-def publish_error(store: Store, reason: str) -> None:
-    """Everybody who waits on this store learns that the operation is over; the first reason
-    stays. A store that is gone has nobody left to tell."""
+def publish_error(store: Store, reason: str, operation: str = "") -> None:
+    """Everybody who waits on this store for the operation, its newest if none is named, learns that
+    it is over; the first reason stays. A store that is gone has nobody left to tell."""
     with suppress(RuntimeError):
-        if error_of(store) is None and store.check([EPOCH_KEY]):
-            store.set(error_key(store.get(EPOCH_KEY).decode()), reason or "no reason given")
+        operation = operation or operation_of(store)
+        if operation and not store.check([error_key(operation)]):
+            store.set(error_key(operation), reason or "no reason given")
 
 
 class Meeting:

@@ -22,8 +22,8 @@ class ElasticSettings:
     group_timeout_s: float = 20.0
     """To connect a group once all have arrived, and for each exchange while it is prepared."""
     commit_timeout_s: float = 0.8
-    """For the first exchange on the new group, before anything of the old one is given up; and for
-    all ranks to resume after that."""
+    """For a joiner in the first exchange on the new group, before anything of the old one is given
+    up; and then to come to resume. Counted from when all who serve are there."""
     poll_s: float = 0.005
     """Between two looks at the store."""
     rebalance_after_steps: int = 100

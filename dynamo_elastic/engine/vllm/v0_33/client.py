@@ -1,4 +1,5 @@
-"""The API process of a rank: vLLM's coordinator of one operation, with our waits."""
+"""The API process of a rank: vLLM's coordinator of one operation, and what becomes of one that
+fails."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import asyncio
 import logging
 from typing import Any
 
-from vllm.distributed.elastic_ep.external_elastic_ep import ExternalElasticEPScaleCoordinator
 from vllm.distributed.utils import get_cached_tcp_store_client
 from vllm.entrypoints.serve.elastic_ep.middleware import (
     set_elastic_ep_rank_retired,
@@ -18,37 +18,22 @@ from dynamo_elastic.engine.vllm.elastic.guard import Stage
 from dynamo_elastic.engine.vllm.elastic.meeting import EPOCH_KEY, publish_error
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import routes
+from dynamo_elastic.engine.vllm.v0_33.waits import WITHDRAWN, PatientCoordinator
 from dynamo_elastic.errors import EngineError
 
 _log = logging.getLogger(__name__)
 _UNDO_TIMEOUT_S = 30.0
-_COMMITS, _WITHDRAWN = "commit", "withdrawn"
 
 
-class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[misc]
-    """Prepares and commits as vLLM's does. It looks every few milliseconds where vLLM's waits up
-    to 0.8 s, waits for nobody who leaves, and leaves the rank fit for the next operation when one
+class ElasticCoordinator(PatientCoordinator):
+    """Prepares and commits as vLLM's does, and leaves the rank fit for the next operation when one
     fails."""
-
-    poll_s = ElasticSettings().poll_s
-
-    prepared_scale: Any
-    """vLLM's own: the operation that can be committed."""
 
     def __init__(self, client: Any) -> None:
         super().__init__(client)
         routes.install()  # Made before vLLM puts its routers into the application.
-        self._settings = ElasticSettings.from_environment()
-        type(self).poll_s = self._settings.poll_s
-        self._leavers: tuple[Any, list[str]] | None = None
         self.digest = ""
         """Of the weights that this rank got when it was attached last."""
-        self._old_server: Any = None
-
-    @staticmethod
-    async def _sleep_with_backoff(backoff_step: int) -> int:
-        await asyncio.sleep(ElasticCoordinator.poll_s)
-        return 0
 
     async def prepare(self, cur_data_parallel_size: int, new_data_parallel_size: int) -> None:
         await self._see_last_operation_off()
@@ -73,18 +58,14 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         except BaseException as exc:
             if not stays:
                 raise
-            if await self._undo(str(exc) or type(exc).__name__) == Stage.GIVEN_UP:
+            stage = await self._undo(str(exc) or type(exc).__name__)
+            if stage == Stage.GIVEN_UP:
                 await self._resume()
-            elif prepared.scale_up and self._is_switched(prepared):
+            elif prepared.scale_up and stage == Stage.DONE:
                 await self._shrink_back(prepared)
             else:
                 raise
             raise EngineError(f"the operation was undone: {exc}") from exc
-
-    def _is_switched(self, prepared: Any) -> bool:
-        """Whether the larger group is in force here, so that what failed is to resume."""
-        now = self.client.vllm_config.parallel_config.data_parallel_size
-        return bool(now == prepared.bootstrap.new_data_parallel_size)
 
     async def _shrink_back(self, failed: Any) -> None:
         """Those who served before go on without those who joined, of whom one died or stands still
@@ -92,6 +73,9 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         an expert but they, and all of them rest."""
         before = failed.cur_data_parallel_size
         _log.error("a rank that joined did not come to resume: back to %d ranks", before)
+        self._update_parallel_config(failed.bootstrap, failed.num_redundant_experts)
+        if failed.dp_rank == 0:
+            self.client._coord_store = self.reconfig_store_ref
         await super().prepare(failed.bootstrap.new_data_parallel_size, before)
         self.prepared_scale.cur_data_parallel_size = before
         await super().commit()
@@ -144,23 +128,11 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
             )
         )
         epoch = prepared.epoch if prepared is not None else store.get(EPOCH_KEY).decode()
-        if self._verdict(store, epoch, _WITHDRAWN) != _WITHDRAWN:
+        if self._first_word(store, epoch, "verdict", WITHDRAWN) != WITHDRAWN:
             return False
         self.tell_failure(reason)
         publish_error(store, reason)
         return True
-
-    def _verdict(self, store: Any, epoch: str, mine: str) -> str:
-        """What became of an operation that all are ready for: the first word on it."""
-        said: bytes = store.compare_set(self.key(epoch, "verdict"), "", mine)
-        return said.decode()
-
-    async def _wait_for_commit_ready(self, prepared: Any, timeout_s: float = 0) -> None:
-        """All have come to commit, and nobody has withdrawn it before that."""
-        timeout_s = timeout_s or self._settings.prepare_timeout_s
-        await super()._wait_for_commit_ready(prepared, timeout_s)
-        if self._verdict(prepared.reconfig_store, prepared.epoch, _COMMITS) != _COMMITS:
-            raise RuntimeError("the commit was withdrawn")
 
     def abort(self, error: str) -> None:
         super().abort(error)
@@ -200,75 +172,6 @@ class ElasticCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         if await self.client.call_utility_async("is_scheduler_paused"):
             await asyncio.wait_for(self.client.resume_scheduler_async(), _UNDO_TIMEOUT_S)
         set_scaling_elastic_ep(False)
-
-    async def _see_last_operation_off(self) -> None:
-        """Who left in the last operation has said so, and its handshake server is gone."""
-        leavers, self._leavers = self._leavers, None
-        if leavers is not None:
-            store, keys = leavers
-            loop = asyncio.get_running_loop()
-            deadline_s = loop.time() + self._settings.group_timeout_s
-            while not store.check(keys) and loop.time() < deadline_s:
-                await asyncio.sleep(self.poll_s)
-        server, self._old_server = self._old_server, None
-        if server is not None:
-            await asyncio.to_thread(server._thread.join, 5)
-
-    # vLLM's waits.
-
-    async def _wait_for_bootstrap(self, store: Any, requested_new_dp_size: int, **_: Any) -> Any:
-        """Rank 0's next operation, whatever became of the last."""
-        key = self.key("current_epoch")
-        if store.check([key]):
-            epoch = store.get(key).decode()
-            if self._get_error(store, epoch) is not None:
-                self.active_epoch = epoch
-        timeout_s = self._settings.prepare_timeout_s
-        return await super()._wait_for_bootstrap(store, requested_new_dp_size, timeout_s)
-
-    async def _wait_for_ready_ranks(
-        self,
-        control_store: Any,
-        reconfig_store: Any,
-        epoch: str,
-        new_data_parallel_size: int,
-        handshake_server: Any = None,
-        timeout_s: float = 0,
-    ) -> None:
-        timeout_s = timeout_s or self._settings.prepare_timeout_s
-        await super()._wait_for_ready_ranks(
-            control_store, reconfig_store, epoch, new_data_parallel_size,
-            handshake_server, timeout_s,
-        )  # fmt: skip
-
-    async def _wait_for_all_old_ranks(self, prepared: Any, timeout_s: float = 600) -> None:
-        """Those who stay. Who leaves may take its time until the next operation."""
-        target = prepared.bootstrap.new_data_parallel_size
-        stay = min(prepared.cur_data_parallel_size, target)
-        key = self.key
-        left = range(stay, prepared.cur_data_parallel_size)
-        if left:
-            gone = [key(prepared.epoch, "shutdown_complete", rank) for rank in left]
-            self._leavers = (prepared.reconfig_store, gone)
-        wanted = [key(prepared.epoch, "old_rank_finished", rank) for rank in range(stay)]
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout_s
-        while not prepared.reconfig_store.check(wanted):
-            error = self._get_error(prepared.control_store, prepared.epoch)
-            if error is not None:
-                raise RuntimeError(error)
-            if loop.time() > deadline_s:
-                raise TimeoutError(f"not every rank that stays finished in {timeout_s:g} s")
-            await asyncio.sleep(self.poll_s)
-
-    def _stop_handshake_server(self, server: Any, suppress_errors: bool) -> None:
-        """Without standing still until its thread has seen it, which takes up to a second."""
-        if server is None:
-            return
-        server._stop_event.set()
-        self._old_server = server
-        if not suppress_errors:
-            server.raise_if_failed()
 
 
 class ElasticClient(core_client.DPAsyncMPClient):  # type: ignore[misc]

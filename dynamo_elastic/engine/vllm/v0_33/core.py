@@ -18,6 +18,7 @@ from dynamo_elastic.engine.renew import renew
 from dynamo_elastic.engine.vllm.elastic.groups import close_gloo, reduce
 from dynamo_elastic.engine.vllm.elastic.guard import Stage
 from dynamo_elastic.engine.vllm.elastic.laps import Laps
+from dynamo_elastic.engine.vllm.elastic.meeting import RESUME, arrival_key
 from dynamo_elastic.engine.vllm.elastic.place import parallel_of
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import handshake
@@ -148,10 +149,13 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
 
     def resume_scheduler(self) -> None:
         """As vLLM's, which waits half an hour for a rank that stands still. Raises RuntimeError if
-        one did not come in time; this engine rests on then."""
+        one did not come in time; this engine rests on then. A rank that joins says before that it
+        is here: the others come once it has."""
         if self.dp_group is not None and not self.engines_running and not self.pending_pause:
+            if self.eep_scaling_state is not None:
+                self.dp_store.set(arrival_key(RESUME, self.dp_rank), "1")
             settings = ElasticSettings.from_environment()
-            reduce(self.dp_group, [0], ReduceOp.MAX, settings.commit_timeout_s)
+            reduce(self.dp_group, [0], ReduceOp.MAX, settings.group_timeout_s)
         super().resume_scheduler()
 
     def reinitialize_distributed(self, reconfig_request: Any) -> str:

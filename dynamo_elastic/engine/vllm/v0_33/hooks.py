@@ -68,6 +68,8 @@ HOOKS: tuple[Hook, ...] = (
                               "handshake_server timeout_s",
         _wait_for_all_old_ranks="self prepared timeout_s",
         _wait_for_commit_ready="self prepared timeout_s",
+        _wait_for_local_reconfig_finished="self control_store reconfig_store epoch bootstrap "
+                                          "dp_rank scale_up timeout_s",
         _stop_handshake_server="server suppress_errors",
     ),
     Hook(_EXTERNAL, "ExternalElasticEPScaleUpHandshakeMetadata",

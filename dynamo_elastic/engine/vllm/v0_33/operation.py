@@ -24,6 +24,7 @@ from dynamo_elastic.engine.vllm.elastic.meeting import (
     GivenUp,
     Meeting,
     error_of,
+    operation_of,
     publish_error,
 )
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
@@ -139,13 +140,15 @@ class ElasticState(_UpstreamState):  # type: ignore[misc, valid-type]
         self.new_dp_group = None
 
     def _tell(self, reason: str) -> None:
-        """On the store of the operation and on the one in force: vLLM's coordinators look at
-        both."""
-        for parallel in (self.new_parallel_config, self.vllm_config.parallel_config):
-            try:
-                publish_error(self._open_store(parallel), reason)
-            except RuntimeError:
-                _log.warning("a store is gone: nobody who waits there is told %s", reason)
+        """On the store of the operation and on the one in force: vLLM's coordinators look at both.
+        By its name, which the first has: the second may know of the next operation by now."""
+        try:
+            own = self._open_store(self.new_parallel_config)
+            operation = operation_of(own)
+            publish_error(own, reason, operation)
+            publish_error(self._open_store(self.vllm_config.parallel_config), reason, operation)
+        except RuntimeError:
+            _log.warning("a store is gone: nobody who waits there is told %s", reason)
 
     # Waits and groups.
 

@@ -8,41 +8,29 @@ group.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from dynamo_elastic.engine.renew import adopt_standard_files
 from dynamo_elastic.engine.vllm.elastic.flags import detached_environment, elastic_flags
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
-from dynamo_elastic.errors import ElasticError
+from dynamo_elastic.engine.vllm.life import run
 
 _SERVER = (
     *("host", "port", "enable_ssl_refresh", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs"),
     *("ssl_cert_reqs", "ssl_ciphers", "h11_max_incomplete_event_size", "h11_max_header_count"),
 )
 """Flags that go to vLLM's HTTP server as they are."""
-_log = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Run the rank until it is killed. Whatever goes wrong is in the log, and ends the process."""
     began_s = time.monotonic()
     control_dir, *argv = sys.argv[1:]
-    adopt_standard_files()
     os.environ |= detached_environment(control_dir)
-    try:
-        asyncio.run(_serve(Path(control_dir), [*elastic_flags(), *argv], began_s))
-    except ElasticError as exc:
-        _log.error("rank ends: %s", exc)
-    except Exception:  # noqa: BLE001 - nobody else is there to say what happened
-        _log.exception("rank ends: a fault of its own")
-    logging.shutdown()
-    os._exit(1)
+    run(lambda: _serve(Path(control_dir), [*elastic_flags(), *argv], began_s))
 
 
 async def _serve(control_dir: Path, argv: list[str], began_s: float) -> None:

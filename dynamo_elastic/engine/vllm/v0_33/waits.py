@@ -1,0 +1,142 @@
+"""vLLM's coordinator of one operation with our waits: it looks every few milliseconds where vLLM's
+waits up to 0.8 s, waits for nobody who leaves, and nobody who serves waits for long for a rank that
+joins."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from vllm.distributed.elastic_ep.external_elastic_ep import ExternalElasticEPScaleCoordinator
+
+from dynamo_elastic.engine.vllm.elastic.meeting import RESUME, arrival_key
+from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
+
+COMMITS, WITHDRAWN = "commit", "withdrawn"
+"""What can become of an operation that all are ready for."""
+_RESUMES, _GOES_BACK = "resume", "back"
+
+
+class PatientCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[misc]
+    """Of the API process of one rank."""
+
+    poll_s = ElasticSettings().poll_s
+
+    prepared_scale: Any
+    """vLLM's own: the operation that can be committed."""
+
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
+        self._settings = ElasticSettings.from_environment()
+        PatientCoordinator.poll_s = self._settings.poll_s
+        self._leavers: tuple[Any, list[str]] | None = None
+        self._old_server: Any = None
+
+    @staticmethod
+    async def _sleep_with_backoff(backoff_step: int) -> int:
+        await asyncio.sleep(PatientCoordinator.poll_s)
+        return 0
+
+    def _first_word(self, store: Any, epoch: str, question: str, mine: str) -> str:
+        """What all ranks go by: whatever the first of them has said to that question."""
+        said: bytes = store.compare_set(self.key(epoch, question), "", mine)
+        return said.decode()
+
+    async def _wait_for_commit_ready(self, prepared: Any, timeout_s: float = 0) -> None:
+        """All have come to commit, and nobody has withdrawn it before that."""
+        timeout_s = timeout_s or self._settings.prepare_timeout_s
+        await super()._wait_for_commit_ready(prepared, timeout_s)
+        store, epoch = prepared.reconfig_store, prepared.epoch
+        if self._first_word(store, epoch, "verdict", COMMITS) != COMMITS:
+            raise RuntimeError("the commit was withdrawn")
+
+    async def _see_last_operation_off(self) -> None:
+        """Who left in the last operation has said so, and its handshake server is gone."""
+        leavers, self._leavers = self._leavers, None
+        if leavers is not None:
+            store, keys = leavers
+            loop = asyncio.get_running_loop()
+            deadline_s = loop.time() + self._settings.group_timeout_s
+            while not store.check(keys) and loop.time() < deadline_s:
+                await asyncio.sleep(self.poll_s)
+        server, self._old_server = self._old_server, None
+        if server is not None:
+            await asyncio.to_thread(server._thread.join, 5)
+
+    async def _wait_for_bootstrap(self, store: Any, requested_new_dp_size: int, **_: Any) -> Any:
+        """Rank 0's next operation, whatever became of the last."""
+        key = self.key("current_epoch")
+        if store.check([key]):
+            epoch = store.get(key).decode()
+            if self._get_error(store, epoch) is not None:
+                self.active_epoch = epoch
+        timeout_s = self._settings.prepare_timeout_s
+        return await super()._wait_for_bootstrap(store, requested_new_dp_size, timeout_s)
+
+    async def _wait_for_ready_ranks(
+        self,
+        control_store: Any,
+        reconfig_store: Any,
+        epoch: str,
+        new_data_parallel_size: int,
+        handshake_server: Any = None,
+        timeout_s: float = 0,
+    ) -> None:
+        timeout_s = timeout_s or self._settings.prepare_timeout_s
+        await super()._wait_for_ready_ranks(
+            control_store, reconfig_store, epoch, new_data_parallel_size,
+            handshake_server, timeout_s,
+        )  # fmt: skip
+
+    async def _wait_for_all_old_ranks(self, prepared: Any, timeout_s: float = 600) -> None:
+        """Those who stay. Who leaves may take its time until the next operation."""
+        target = prepared.bootstrap.new_data_parallel_size
+        stay = min(prepared.cur_data_parallel_size, target)
+        key = self.key
+        left = range(stay, prepared.cur_data_parallel_size)
+        if left:
+            gone = [key(prepared.epoch, "shutdown_complete", rank) for rank in left]
+            self._leavers = (prepared.reconfig_store, gone)
+        wanted = [key(prepared.epoch, "old_rank_finished", rank) for rank in range(stay)]
+        if not await self._are_set(prepared, wanted, timeout_s):
+            raise TimeoutError(f"not every rank that stays finished in {timeout_s:g} s")
+
+    async def _wait_for_local_reconfig_finished(self, *args: Any, **kwargs: Any) -> None:
+        """The group of the operation is in force on all who stay, and who joins has come to resume:
+        nobody who serves is to wait for it any more."""
+        await super()._wait_for_local_reconfig_finished(*args, **kwargs)
+        prepared = self.prepared_scale
+        if prepared is None or not prepared.scale_up:
+            return
+        await self._wait_for_all_old_ranks(prepared)
+        joined = range(prepared.cur_data_parallel_size, prepared.bootstrap.new_data_parallel_size)
+        wanted = [arrival_key(RESUME, rank) for rank in joined]
+        came = await self._are_set(prepared, wanted, self._settings.commit_timeout_s)
+        word = _RESUMES if came else _GOES_BACK
+        if self._first_word(prepared.reconfig_store, prepared.epoch, "resume", word) != _RESUMES:
+            raise TimeoutError(
+                f"a rank that joined did not come in {self._settings.commit_timeout_s:g} s"
+            )
+
+    async def _are_set(self, prepared: Any, keys: list[str], timeout_s: float) -> bool:
+        """Whether all of them are on the store of the operation in time. Raises RuntimeError if it
+        has failed on another rank."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while not prepared.reconfig_store.check(keys):
+            error = self._get_error(prepared.control_store, prepared.epoch)
+            if error is not None:
+                raise RuntimeError(error)
+            if loop.time() > deadline_s:
+                return False
+            await asyncio.sleep(self.poll_s)
+        return True
+
+    def _stop_handshake_server(self, server: Any, suppress_errors: bool) -> None:
+        """Without standing still until its thread has seen it, which takes up to a second."""
+        if server is None:
+            return
+        server._stop_event.set()
+        self._old_server = server
+        if not suppress_errors:
+            server.raise_if_failed()
