@@ -28,7 +28,10 @@ EngineArgv = Callable[[DeploymentConfig, int], Sequence[str]]
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH")
 _CONVENIENCE = frozenset({"HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"})
 _SHAPING = frozenset({"LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE"})
-_SHAPING_PREFIXES = ("CUDA_", "MKL_", "NCCL_", "NIXL_", "NVIDIA_", "OMP_", "UCX_", "VLLM_")
+_SHAPING_PREFIXES = (
+    *("CUDA_", "MKL_", "NCCL_", "NIXL_", "NVIDIA_", "OMP_", "UCX_", "VLLM_"),
+    "DYNAMO_ELASTIC_VLLM_",
+)
 _FIXED = {IPC_CACHE: "n"}
 """With UCX's cache of CUDA IPC imports a parked engine can't come back, and the peers of a restored
 one go on writing to its predecessor (docs/findings.md, section 1)."""

@@ -68,6 +68,7 @@ def test_engines_inherit_by_allow_list(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "x")
     environment = engine_environment()
     assert {"UCX_TLS", "OMP_NUM_THREADS", "PATH"} <= set(environment)
+    assert shapes_engine("DYNAMO_ELASTIC_VLLM_COMMIT_TIMEOUT_S"), "or no deployment can set it"
     assert not {"AWS_SECRET_ACCESS_KEY", "DYNAMO_ELASTIC_FAILPOINT"} & set(environment)
     assert shapes_engine("UCX_TLS")
     assert not shapes_engine("PATH")

@@ -17,6 +17,8 @@ from dynamo_elastic.errors import EngineError
 EPOCH_KEY = "elastic_ep/external/current_epoch"
 RESUME = "resume"
 """Where ranks that join arrive after the commit; see arrival_key()."""
+RESUMES, GOES_BACK = "resume", "back"
+"""What is said at resume_key()."""
 
 
 class Store(Protocol):
@@ -37,6 +39,11 @@ class GivenUp(EngineError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"the scale operation was given up: {reason}", took_effect=False)
         self.reason = reason
+
+
+def resume_key(operation: str) -> str:
+    """Where those who serve say whether an operation's new group resumes: the first word counts."""
+    return f"elastic_ep/external/{operation}/resume"
 
 
 def error_key(epoch: str) -> str:

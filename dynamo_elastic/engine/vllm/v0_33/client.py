@@ -128,7 +128,7 @@ class ElasticCoordinator(PatientCoordinator):
             )
         )
         epoch = prepared.epoch if prepared is not None else store.get(EPOCH_KEY).decode()
-        if self._first_word(store, epoch, "verdict", WITHDRAWN) != WITHDRAWN:
+        if self._verdict(store, epoch, WITHDRAWN) != WITHDRAWN:
             return False
         self.tell_failure(reason)
         publish_error(store, reason)

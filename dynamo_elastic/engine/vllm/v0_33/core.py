@@ -18,7 +18,15 @@ from dynamo_elastic.engine.renew import renew
 from dynamo_elastic.engine.vllm.elastic.groups import close_gloo, reduce
 from dynamo_elastic.engine.vllm.elastic.guard import Stage
 from dynamo_elastic.engine.vllm.elastic.laps import Laps
-from dynamo_elastic.engine.vllm.elastic.meeting import RESUME, arrival_key
+from dynamo_elastic.engine.vllm.elastic.meeting import (
+    RESUME,
+    RESUMES,
+    GivenUp,
+    Meeting,
+    arrival_key,
+    operation_of,
+    resume_key,
+)
 from dynamo_elastic.engine.vllm.elastic.place import parallel_of
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import handshake
@@ -149,14 +157,23 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
 
     def resume_scheduler(self) -> None:
         """As vLLM's, which waits half an hour for a rank that stands still. Raises RuntimeError if
-        one did not come in time; this engine rests on then. A rank that joins says before that it
-        is here: the others come once it has."""
+        one did not come in time; this engine rests on then."""
         if self.dp_group is not None and not self.engines_running and not self.pending_pause:
-            if self.eep_scaling_state is not None:
-                self.dp_store.set(arrival_key(RESUME, self.dp_rank), "1")
             settings = ElasticSettings.from_environment()
+            if self.eep_scaling_state is not None:
+                self._join(settings)
             reduce(self.dp_group, [0], ReduceOp.MAX, settings.group_timeout_s)
         super().resume_scheduler()
+
+    def _join(self, settings: ElasticSettings) -> None:
+        """Those who serve know that this rank, which joins, is here, and are about to resume.
+        Raises GivenUp, and ends the engine with that, if they have gone on without it."""
+        self.dp_store.set(arrival_key(RESUME, self.dp_rank), "1")
+        said = resume_key(operation_of(self.dp_store))
+        meeting = Meeting(self.dp_store, timeout_s=settings.group_timeout_s, poll_s=settings.poll_s)
+        meeting.wait([said])
+        if self.dp_store.get(said).decode() != RESUMES:
+            raise GivenUp("this rank came too late to resume")
 
     def reinitialize_distributed(self, reconfig_request: Any) -> str:
         self._clear_failed()

@@ -15,13 +15,11 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dynamo_elastic.engine.vllm.calls import CORE_ATTACH, CORE_RELEASE
+from dynamo_elastic.engine.vllm.elastic.outputs import divert
 from dynamo_elastic.engine.vllm.release import release_process
 from dynamo_elastic.engine.vllm.v0_33.core import ElasticEngineCore
 from dynamo_elastic.engine.vllm.v0_33.operation import EXECUTE
 from dynamo_elastic.errors import ConfigError
-
-_TO_COORDINATOR = -1
-"""Index that vLLM gives outputs which are for the coordinator."""
 
 
 class DetachedEngineCore(ElasticEngineCore):
@@ -100,16 +98,8 @@ class DetachedEngineCore(ElasticEngineCore):
         if self.has_coordinator:
             return
         outgoing: queue.Queue[Any] = queue.Queue()
-        put = self.output_queue.put_nowait
-
-        def divert(item: Any) -> None:
-            index, outputs = item
-            (outgoing.put_nowait if index == _TO_COORDINATOR else put)(
-                outputs if index == _TO_COORDINATOR else item
-            )
-
         # vLLM's threads take no new socket, and hold on to the queue that they have.
-        self.output_queue.put_nowait = divert
+        self.output_queue.put_nowait = divert(self.output_queue.put_nowait, outgoing.put_nowait)
         for target, address in (
             (self._hear_coordinator, addresses.coordinator_input),
             (self._tell_coordinator, addresses.coordinator_output),

@@ -9,12 +9,17 @@ from typing import Any
 
 from vllm.distributed.elastic_ep.external_elastic_ep import ExternalElasticEPScaleCoordinator
 
-from dynamo_elastic.engine.vllm.elastic.meeting import RESUME, arrival_key
+from dynamo_elastic.engine.vllm.elastic.meeting import (
+    GOES_BACK,
+    RESUME,
+    RESUMES,
+    arrival_key,
+    resume_key,
+)
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 
 COMMITS, WITHDRAWN = "commit", "withdrawn"
 """What can become of an operation that all are ready for."""
-_RESUMES, _GOES_BACK = "resume", "back"
 
 
 class PatientCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[misc]
@@ -37,17 +42,16 @@ class PatientCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         await asyncio.sleep(PatientCoordinator.poll_s)
         return 0
 
-    def _first_word(self, store: Any, epoch: str, question: str, mine: str) -> str:
-        """What all ranks go by: whatever the first of them has said to that question."""
-        said: bytes = store.compare_set(self.key(epoch, question), "", mine)
-        return said.decode()
+    def _verdict(self, store: Any, epoch: str, mine: str) -> str:
+        """What becomes of an operation that all are ready for."""
+        return _first_word(store, self.key(epoch, "verdict"), mine)
 
     async def _wait_for_commit_ready(self, prepared: Any, timeout_s: float = 0) -> None:
         """All have come to commit, and nobody has withdrawn it before that."""
         timeout_s = timeout_s or self._settings.prepare_timeout_s
         await super()._wait_for_commit_ready(prepared, timeout_s)
         store, epoch = prepared.reconfig_store, prepared.epoch
-        if self._first_word(store, epoch, "verdict", COMMITS) != COMMITS:
+        if self._verdict(store, epoch, COMMITS) != COMMITS:
             raise RuntimeError("the commit was withdrawn")
 
     async def _see_last_operation_off(self) -> None:
@@ -112,8 +116,8 @@ class PatientCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         joined = range(prepared.cur_data_parallel_size, prepared.bootstrap.new_data_parallel_size)
         wanted = [arrival_key(RESUME, rank) for rank in joined]
         came = await self._are_set(prepared, wanted, self._settings.commit_timeout_s)
-        word = _RESUMES if came else _GOES_BACK
-        if self._first_word(prepared.reconfig_store, prepared.epoch, "resume", word) != _RESUMES:
+        word = RESUMES if came else GOES_BACK
+        if _first_word(prepared.reconfig_store, resume_key(prepared.epoch), word) != RESUMES:
             raise TimeoutError(
                 f"a rank that joined did not come in {self._settings.commit_timeout_s:g} s"
             )
@@ -140,3 +144,9 @@ class PatientCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         self._old_server = server
         if not suppress_errors:
             server.raise_if_failed()
+
+
+def _first_word(store: Any, key: str, mine: str) -> str:
+    """What all ranks go by: whatever the first of them has said there."""
+    said: bytes = store.compare_set(key, "", mine)
+    return said.decode()
