@@ -59,7 +59,7 @@ STEP_S = 0.004
 LATE_S = 1.5
 
 
-@functools.lru_cache
+@functools.lru_cache(maxsize=8)  # vLLM's own keeps one
 def _store_of_thread(host: str, port: int, _: int) -> Any:
     return utils.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
@@ -466,7 +466,7 @@ def facts(core: Core) -> dict[str, Any]:
         "scales": int(model.scales.sum()),
         "mapping": received.tolist() if received is not None else None,
         "let_go": core.model_executor.has_let_go,
-        "threads": threading.active_count(),
+        "threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
 

@@ -148,6 +148,24 @@ def test_one_rank_serves_alone_and_is_joined_again(ranks: Ranks) -> None:
         group.lose(*sorted(group.alive))
 
 
+def test_operations_leave_nothing_behind(ranks: Ranks) -> None:
+    """Engine cores collect garbage seldom: what an operation held goes with it."""
+    group = Group(ranks, DYNAMO_ELASTIC_VLLM_PARK_LEAVERS="1")
+    held = []
+    try:
+        for _ in range(6):
+            assert [a["error"] for a in group.scale(1, (0, 1))] == ["", ""]
+            ranks.tell(to=1, do="attach")
+            assert [a["error"] for a in group.scale(2, (0,))] == [""]
+            assert ranks.hear(lambda w: bool(w.get("attached")))["error"] == ""
+            held.append([(f["threads"], f["descriptors"]) for f in map(group.facts, (0, 1))])
+    finally:
+        group.lose(*sorted(group.alive))
+    for warm, last in zip(held[3], held[5], strict=True):
+        assert last[0] <= warm[0]
+        assert last[1] <= warm[1]
+
+
 def test_a_leaver_lets_go_and_lives_on(ranks: Ranks) -> None:
     group = Group(ranks, DYNAMO_ELASTIC_VLLM_PARK_LEAVERS="1")
     try:

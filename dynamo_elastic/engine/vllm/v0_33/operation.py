@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
@@ -61,7 +62,9 @@ class ElasticState(_UpstreamState):  # type: ignore[misc, valid-type]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = ElasticSettings.from_environment()
-        self.guard = Guard(self, self, parks=self.settings.park_leavers)
+        # No cycle: an engine core collects garbage seldom, and this holds threads and sockets.
+        own = weakref.proxy(self)
+        self.guard = Guard(own, own, parks=self.settings.park_leavers)
         self._over = threading.Event()
         self._done_keys: list[str] | None = None
         self._opening: Future[Any] | None = None
