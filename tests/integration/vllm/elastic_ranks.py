@@ -374,10 +374,15 @@ class Client:
             future.set_result(answer.result.result if answer.result is not None else None)
 
 
-async def scale(core: Core, client: Client, size: int) -> dict[str, Any]:
-    """What vLLM's own front end does for one rank."""
+async def scale(core: Core, client: Client, size: int, early: str = "") -> dict[str, Any]:
+    """What vLLM's own front end does for one rank; `early`: what it is told of before the others
+    know of the operation."""
     began_s = time.monotonic()
     coordinator = client.coordinator
+    if early:
+        asyncio.get_running_loop().call_soon(coordinator.tell_failure, early)
+        seen = iter((False, True))  # It waits for a leaver meanwhile.
+        coordinator._leavers = (types.SimpleNamespace(check=lambda _: next(seen)), [])
     told = ""
     try:
         now = client.vllm_config.parallel_config.data_parallel_size
@@ -492,7 +497,7 @@ async def serve(core: Core, parallel: Any) -> None:
     while True:
         command = await loop.run_in_executor(None, _mine["hear"])
         if command["do"] == "scale":
-            task = loop.create_task(scale(core, client, command["width"]))
+            task = loop.create_task(scale(core, client, command["width"], command.get("early", "")))
             task.add_done_callback(lambda done: say(done.result()))
             tasks.add(task)
         elif command["do"] == "attach":

@@ -95,6 +95,21 @@ def test_a_joiner_whose_death_is_told_is_not_waited_for(group: Group, fault: str
     assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_death_that_is_told_before_the_others_know_of_the_operation(
+    group: Group, rank: int
+) -> None:
+    """A joiner that dies at once; on a GPU everybody waited for it until the deadline."""
+    group._ranks.tell(to=rank, do="scale", width=3, early="its process ended")
+    group._ranks.tell(to=1 - rank, do="scale", width=3)
+    for answer in (group._ranks.answer(0), group._ranks.answer(1)):
+        assert "its process ended" in answer["error"]
+        assert answer["width"] == 2
+        assert answer["s"] < 10
+    group.join()
+    assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
+
+
 def test_nobody_who_joins_is_given_up_at_the_deadline(ranks: Ranks) -> None:
     group = Group(ranks, DYNAMO_ELASTIC_VLLM_PREPARE_TIMEOUT_S="3")
     try:

@@ -15,7 +15,7 @@ from vllm.entrypoints.serve.elastic_ep.middleware import (
 from vllm.v1.engine import core_client
 
 from dynamo_elastic.engine.vllm.elastic.guard import Stage
-from dynamo_elastic.engine.vllm.elastic.meeting import EPOCH_KEY, publish_error
+from dynamo_elastic.engine.vllm.elastic.meeting import EPOCH_KEY, error_of, publish_error
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import routes
 from dynamo_elastic.engine.vllm.v0_33.waits import WITHDRAWN, PatientCoordinator
@@ -32,18 +32,43 @@ class ElasticCoordinator(PatientCoordinator):
     def __init__(self, client: Any) -> None:
         super().__init__(client)
         routes.install()  # Made before vLLM puts its routers into the application.
+        self._early: list[str] | None = None
+        """Failures told of before the operation that is being prepared is on the store; None while
+        there is no such operation."""
         self.digest = ""
         """Of the weights that this rank got when it was attached last."""
 
     async def prepare(self, cur_data_parallel_size: int, new_data_parallel_size: int) -> None:
-        await self._see_last_operation_off()
+        self._early = []
         busy = self.prepared_scale is not None
         try:
+            await self._see_last_operation_off()
             await super().prepare(cur_data_parallel_size, new_data_parallel_size)
         except BaseException as exc:
             if not busy:
                 await self._undo(str(exc) or type(exc).__name__)
             raise
+        finally:
+            self._early = None
+
+    def _prepare_reconfig_bootstrap(self, store: Any, *sizes: int) -> Any:
+        """Rank 0's: from here on the others know of the operation, and can be told of its end."""
+        made = super()._prepare_reconfig_bootstrap(store, *sizes)
+        self._tell(store)
+        return made
+
+    async def _wait_for_bootstrap(self, store: Any, requested_new_dp_size: int, **_: Any) -> Any:
+        """The same of the other ranks."""
+        found = await super()._wait_for_bootstrap(store, requested_new_dp_size)
+        self._tell(store)
+        return found
+
+    def _tell(self, in_force: Any, *more: str) -> None:
+        """Failures that were told of, on all stores of the operation."""
+        for reason in [*(self._early or ()), *more]:
+            for store in (in_force, self.reconfig_store_ref):
+                if store is not None:
+                    publish_error(store, reason)
 
     async def commit(self) -> None:
         prepared = self.prepared_scale
@@ -146,13 +171,16 @@ class ElasticCoordinator(PatientCoordinator):
         in_force = get_cached_tcp_store_client(
             parallel.data_parallel_master_ip, parallel._coord_store_port
         )
-        if not in_force.check([EPOCH_KEY]):
-            return
-        if in_force.check([self.key(in_force.get(EPOCH_KEY).decode(), "completed")]):
-            return
-        for store in (in_force, self.reconfig_store_ref):
-            if store is not None:
-                publish_error(store, reason)
+        if self._is_known(in_force):
+            self._tell(in_force, reason)
+        elif self._early is not None:
+            self._early.append(reason)
+
+    def _is_known(self, in_force: Any) -> bool:
+        """Whether an operation is on the store, and not over."""
+        if not in_force.check([EPOCH_KEY]) or error_of(in_force) is not None:
+            return False
+        return not in_force.check([self.key(in_force.get(EPOCH_KEY).decode(), "completed")])
 
     async def _undo(self, reason: str) -> str:
         """The stage of this rank's last operation after that; '' if there was none."""

@@ -63,6 +63,7 @@ HOOKS: tuple[Hook, ...] = (
         key="parts",
         _sleep_with_backoff="backoff_step",
         _get_error="self store epoch",
+        _prepare_reconfig_bootstrap="self store cur_data_parallel_size new_data_parallel_size",
         _wait_for_bootstrap="self store requested_new_dp_size timeout_s",
         _wait_for_ready_ranks="self control_store reconfig_store epoch new_data_parallel_size "
                               "handshake_server timeout_s",
