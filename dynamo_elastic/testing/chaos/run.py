@@ -35,7 +35,7 @@ _REACH_S = 25.0
 """For the resize with the fault in it to end, one way or the other."""
 
 _POLL_S = 0.05
-_LINGER_S = 1.0
+_LINGER_S = 2.0
 """What follows an operation: cards are refreshed, what it left is undone."""
 
 WINDOWS = Windows(two_topologies_s=8.0, silence_s=12.0)
@@ -130,7 +130,15 @@ async def _resize(world: World, scenario: Scenario) -> bool:
     request_id = await world.scale(scenario.ranks)
     fired = await fault
     await _answered(world, request_id)
-    return fired and happened(world, scenario)
+    return fired and await _met(world, scenario)
+
+
+async def _met(world: World, scenario: Scenario) -> bool:
+    """Whether the fault has happened: some failpoints are passed only after the operation."""
+    until_s = time.monotonic() + _LINGER_S
+    while not happened(world, scenario) and time.monotonic() < until_s:
+        await asyncio.sleep(_POLL_S)
+    return happened(world, scenario)
 
 
 async def _answered(world: World, request_id: str) -> OutcomeStatus | None:
