@@ -69,6 +69,7 @@ BENCHMARKS = tuple(
             "snapshot_cycles",
             "vllm_elastic_alone",
             "vllm_elastic_shared",
+            "vllm_elastic_shared_rounds",
         ),
         Needs.GPUS: (
             "snapshot_parallel",

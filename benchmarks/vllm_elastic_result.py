@@ -17,7 +17,7 @@ from vllm_elastic_session import Measured
 from vllm_elastic_tiers import COLD
 from vllm_elastic_trace import Waited, p95_between
 
-SHARED = "vllm_elastic_shared"
+SHARED, SHARED_ROUNDS = "vllm_elastic_shared", "vllm_elastic_shared_rounds"
 Steps = Sequence[Mapping[str, Any]]
 
 
@@ -35,7 +35,13 @@ def write(root: Path) -> Path:
         metrics["upstream_up_s"] = metrics.pop("upstream_up_cold_s")
     metrics |= beside_upstream(steps)
     print(json.dumps(metrics, indent=1))
-    return write_result(SHARED if _shares_gpus(steps) else "vllm_elastic", metrics, steps)
+    return write_result(_name(steps), metrics, steps)
+
+
+def _name(steps: Mapping[str, Steps]) -> str:
+    if not _shares_gpus(steps):
+        return "vllm_elastic"
+    return SHARED_ROUNDS if "rounds" in metrics_of([s for e in steps.values() for s in e]) else SHARED
 
 
 def _shares_gpus(steps: Mapping[str, Steps]) -> bool:

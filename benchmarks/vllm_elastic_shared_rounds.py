@@ -1,0 +1,54 @@
+"""One GPU: ranks of vLLM that leave and come back, again and again, with all ranks on the one GPU.
+
+    python benchmarks/vllm_elastic_shared_rounds.py            # about 9 minutes
+
+Six ranks boot once. They go 2 -> 3 -> 4 -> 2 -> 4 under load for as long as the time allows, with
+256 prompts scored after each round; then a joiner is killed or stopped at four stages, each time
+with one rank less, so that nobody boots again. Who leaves is kept alive as it is: a rank that the
+driver has restored must not share a GPU with others (docs/findings.md, section 16).
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+_TOOL = Path(__file__).with_name("vllm_elastic.py")
+_GROUP = (
+    *("--engine", "ours", "--leavers", "kept", "--gpus", "1", "--layers", "4"),
+    *("--clients", "2", "--tokens", "64", "--settle-s", "1", "--serve-s", "1"),
+    *("--max-ranks", "6", "--floor", "1"),
+    *("--eplb-config.step_interval", "100000", "--enable-cumem-allocator"),
+    *("--gpu-memory-utilization", "0.12", "--kv-cache-memory-bytes", "1073741824"),
+)
+
+
+def steps(work: Path) -> list[tuple[float, tuple[str, ...]]]:
+    """Commands in their order, each with the seconds that it may take."""
+    run = ("--run-id", "kept", "--work", str(work))
+    patience = ("--joiner-timeout-s", "15", "--scale-timeout-s", "60")
+    rounds = ("--boot", "6", "--widths", "2,3,4,2,4", "--rounds", "10", "--deadline-s", "345")
+    haste = ("--joiner-timeout-s", "5", "--scale-timeout-s", "40")
+    faults = ("--widths", "5,6", "--lower", "--watch-s", "4", "--deadline-s", "175")
+    return [
+        (370, ("rounds", *run, *_GROUP, *patience, *rounds, "--keep")),
+        (190, ("faults", *run, *_GROUP, *haste, *faults)),
+        (60, ("report", *run)),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, default=Path("/tmp/vllm_elastic_shared_rounds"))
+    work = parser.parse_args().work
+    for timeout_s, words in steps(work):
+        command = [sys.executable, str(_TOOL), *words]
+        subprocess.run(command, timeout=timeout_s, check=words[0] == "report")
+
+
+if __name__ == "__main__":
+    main()
