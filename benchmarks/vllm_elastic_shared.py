@@ -5,7 +5,7 @@
 Upstream goes 2 -> 3 -> 2, ours 3 -> 2 -> 3 with the leaver parked, and 2 -> 1 -> 2 with a joiner
 from an image: four layers, clients, meter and flags as in vllm_elastic.py. Ranks take turns on the
 GPU, so a time says only how the two compare; and a rank that the driver has brought back does not
-step beside others that wait for it inside kernels (docs/findings.md, section 3), which shows here.
+step beside others that wait for it inside kernels (docs/findings.md, section 16), which shows here.
 """
 
 from __future__ import annotations
