@@ -41,7 +41,8 @@ def write(root: Path) -> Path:
 def _name(steps: Mapping[str, Steps]) -> str:
     if not _shares_gpus(steps):
         return "vllm_elastic"
-    return SHARED_ROUNDS if "rounds" in metrics_of([s for e in steps.values() for s in e]) else SHARED
+    went_round = any(step["step"] == "round" for each in steps.values() for step in each)
+    return SHARED_ROUNDS if went_round else SHARED
 
 
 def _shares_gpus(steps: Mapping[str, Steps]) -> bool:
