@@ -218,6 +218,12 @@ class StepLoop:
     def _step_out(self, reason: str) -> None:
         """Go on without a group; what ran here may be tried elsewhere."""
         _log.error("rank leaves its group: %s", reason)
+        if self.current is not None and not self.current.proven:
+            # Whoever waits for this switch would wait to the end of its own time.
+            gone = EngineError(f"the rank left the group of epoch {self.current.epoch}: {reason}")
+            waited_for = self.switched(self.current.epoch)
+            if not waited_for.done():
+                waited_for.set_exception(gone)
         for membership in (self.current, self.old):
             if membership is not None:
                 membership.group.close()

@@ -359,6 +359,8 @@ def test_a_joiner_that_nobody_joins_steps_out(model_dir: Path) -> None:
     bench.rounds(1)
     assert bench.loop.state is EngineState.ATTACHED
     assert bench.group.closed
+    # Who waits for its switch hears so at once, not when its time is over.
+    assert isinstance(bench.loop.switched(Epoch(1)).exception(0), EngineError)
 
 
 def test_a_proven_rank_whose_peers_are_lost_serves_on(bench: Bench) -> None:
