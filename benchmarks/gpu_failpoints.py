@@ -130,7 +130,7 @@ async def play_agent(player: Player, directory: Path, used_mib: Callable[[], int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(".chaos-gpu"))
-    parser.add_argument("--seconds", type=float, default=230.0, help="begin no run after these")
+    parser.add_argument("--seconds", type=float, default=500.0, help="begin no run after these")
     parser.add_argument("--only", choices=("ranks", "agent"))
     arguments = parser.parse_args()
     out: Path = arguments.out

@@ -3,7 +3,7 @@
 dynamo-elastic-chaos run --first 0 --count 120 --add
 dynamo-elastic-chaos replay 57
 dynamo-elastic-chaos check .chaos/failed/57/history.json
-dynamo-elastic-chaos report --onto benchmarks/results/chaos-2026-11-30.json
+dynamo-elastic-chaos report --onto benchmarks/results/chaos-DATE.json
 """
 
 from __future__ import annotations
