@@ -25,8 +25,7 @@ from dynamo_elastic.types import Epoch, Rank, WorkerId
 
 _FOLLOW_POLL_S = 0.01
 _LEAVE_TIMEOUT_S = 20.0
-"""For a leaver to be out of the group, once those who stay have switched, and then for it to let go
-of its memory."""
+"""For a leaver to be out of its group, and then for it to let go of its memory."""
 _GIVE_UP_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 
@@ -101,6 +100,9 @@ class GroupEngine(VllmEngine):
                 seconds = await self._group.attach(member.rank, member.world_size)
                 _log.info("ready to join as rank %d: %s", member.rank, dict(seconds))
             elif self._group.size != member.world_size:
+                if self._group.size > member.world_size and not self._requests.running:
+                    # Whoever died while nobody had work is found out by a step, and done without.
+                    await self._replica.probe()
                 await self._group.prepare(member.world_size)
             self._epochs.move(Stage.READY)
         except BaseException:

@@ -46,7 +46,7 @@ class Ranks:
     def finish(self) -> None:
         """They end, and nothing of them is left open."""
         self._words_in.close()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=90)
         self._reader.join(timeout=10)
         self._words_out.close()
 

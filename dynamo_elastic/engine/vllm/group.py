@@ -38,7 +38,8 @@ class RankGroup(Protocol):
 
     async def prepare(self, size: int) -> None:
         """All of the next group that can be made while this one serves; returns when every rank of
-        it is ready. Of a rank that leaves: when those who stay are."""
+        it is ready. Of a rank that leaves: when those who stay are. Does nothing if the group has
+        that size by now, since it does without ranks that died."""
         ...
 
     async def attach(self, rank: Rank, size: int) -> Mapping[str, float]:

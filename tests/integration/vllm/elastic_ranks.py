@@ -45,18 +45,20 @@ from dynamo_elastic.engine.base import Attach
 from dynamo_elastic.engine.rpc import handlers
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.requests import Requests
-from dynamo_elastic.engine.vllm.v0_33 import client as our_client
 from dynamo_elastic.engine.vllm.v0_33 import core as our_core
 from dynamo_elastic.engine.vllm.v0_33 import groups as our_groups
 from dynamo_elastic.engine.vllm.v0_33 import operation as our_operation
 from dynamo_elastic.engine.vllm.v0_33.hooks import missing_hooks
 from dynamo_elastic.engine.vllm.v0_33.rank_group import VllmRankGroup
 from dynamo_elastic.engine.vllm.v0_33.scaling import ElasticScaling
+from dynamo_elastic.engine.vllm.v0_33.survival import SurvivingCoordinator
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.types import Incarnation, WorkerId
 
-STEP_S = 0.004
+STEP_S, SLOW_STEP_S = 0.004, 0.06
 LATE_S = 1.5
+FAULTY_STEP = 200
+RECENT_S = 5.0
 
 
 @functools.lru_cache(maxsize=8)  # vLLM's own keeps one
@@ -88,6 +90,7 @@ def fault(name: str) -> None:
 
 
 def parallel_config(rank: int, size: int, port: int, rpc_port: int) -> Any:
+    redundant = int(os.environ.get("REDUNDANT", EXPERTS))
     return types.SimpleNamespace(
         data_parallel_rank=rank, data_parallel_index=rank, data_parallel_rank_local=0,
         data_parallel_size=size,
@@ -95,7 +98,7 @@ def parallel_config(rank: int, size: int, port: int, rpc_port: int) -> Any:
         _data_parallel_master_port_list=[], _coord_store_port=port, data_parallel_external_lb=True,
         data_parallel_rpc_port=rpc_port, enable_elastic_ep=True, elastic_ep_max_dp_size=4,
         use_all2all=False, all2all_backend="nixl_ep", cpu_distributed_timeout=None,
-        eplb_config=types.SimpleNamespace(num_redundant_experts=EXPERTS), world_size=1,
+        eplb_config=types.SimpleNamespace(num_redundant_experts=redundant), world_size=1,
         tensor_parallel_size=1, enable_eplb=True,
     )  # fmt: skip
 
@@ -106,9 +109,10 @@ class Scheduler:
     def __init__(self) -> None:
         self.pause_state = PauseState.UNPAUSED
         self.tokens_s: list[float] = []
+        self.requests: dict[str, Any] = {}
         self.resets = 0
 
-    def reset_prefix_cache(self, *_: bool) -> bool:
+    def reset_prefix_cache(self, *_: bool, **__: bool) -> bool:
         self.resets += 1
         return True
 
@@ -191,6 +195,10 @@ class Scaling(ElasticScaling):
 
     def _rebalance_soon(self) -> None:
         pass
+
+    def placement(self) -> dict[str, Any]:
+        """COMPLETE: how many first ranks have every expert."""
+        return {"complete": int(os.environ.get("COMPLETE", "1")), "placement": "one"}
 
     def perform_scale_down_eplb_reshuffle(self, new_dp_size: int) -> None:
         pass
@@ -283,7 +291,11 @@ class Core(our_core.ElasticEngineCore):
     def _process_engine_step(self) -> bool:
         if not self.scheduler.has_unfinished_requests():
             return False
-        time.sleep(STEP_S)
+        time.sleep(SLOW_STEP_S if _mine["fault"] == "slow" else STEP_S)
+        if self.step_counter == FAULTY_STEP:  # of all ranks, and not one at which they exchange
+            fault("step")
+            if _mine["fault"] == "sees-fault":
+                raise RuntimeError("Fault detected in EP all2all communication")
         self.scheduler.tokens_s.append(time.monotonic())
         return True
 
@@ -329,7 +341,7 @@ class Client:
         self.input_address = self.output_address = self.stats_update_address = "ipc:///none"
         self.scale_send_socket = self
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self.coordinator = our_client.ElasticCoordinator(self)
+        self.coordinator = SurvivingCoordinator(self)
         threading.Thread(target=self._pump, daemon=True).start()
 
     async def send(self, _: bytes) -> None:
@@ -392,10 +404,9 @@ async def scale(core: Core, client: Client, size: int, early: str = "") -> dict[
     except Exception as exc:  # noqa: BLE001 - the answer says what it was
         told = f"{type(exc).__name__}: {exc}"
     await asyncio.sleep(0.3)
-    tokens_s = [t for t in core.scheduler.tokens_s if t > began_s - 0.2]
-    gaps = [b - a for a, b in itertools.pairwise(tokens_s)]
+    tokens_s = core.scheduler.tokens_s
     return {"error": told, "s": round(time.monotonic() - began_s - 0.3, 3), **facts(core)} | {
-        "longest_gap_s": round(max(gaps, default=0.0), 3),
+        "longest_gap_s": longest_gap_s(core, began_s - 0.2),
         "still_s": round(time.monotonic() - tokens_s[-1], 3) if tokens_s else None,
     }
 
@@ -443,7 +454,8 @@ class Engine:
         self._begin()
 
     async def _collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        return self._executor.collective_rpc(method, args)
+        found: list[Any] = self._executor.collective_rpc(method, args)
+        return found
 
     async def probe(self) -> tuple[int, ...]:
         return (1, 2)
@@ -459,12 +471,20 @@ class Engine:
             return {"call": name, "answer": None, "error": str(exc)}
 
 
+def longest_gap_s(core: Core, since_s: float) -> float:
+    """Between two tokens."""
+    tokens_s = [t for t in core.scheduler.tokens_s if t > since_s]
+    gaps = [b - a for a, b in itertools.pairwise(tokens_s)]
+    return round(max(gaps, default=0.0), 3)
+
+
 def facts(core: Core) -> dict[str, Any]:
     model = core.model_executor.model
     received = core.model_executor.received
     return {
         "width": core.dp_group.size() if core.dp_group is not None else 0,
         "tokens": len(core.scheduler.tokens_s),
+        "recent_gap_s": longest_gap_s(core, time.monotonic() - RECENT_S),
         "resets": core.scheduler.resets,
         "scaling": core.eep_scaling_state is not None,
         "dense": float(model.dense.detach().sum()),

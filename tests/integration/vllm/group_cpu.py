@@ -109,6 +109,10 @@ class Scaling(detached_cpu.Scaling):  # type: ignore[misc]
     def warm_and_capture(self) -> None:
         """Nothing is captured, and kernels of the CPU have no workspace."""
 
+    def placement(self) -> dict[str, Any]:
+        """Everybody has all experts, and none ever moves."""
+        return {"complete": 1, "placement": "all"}
+
     def perform_scale_down_eplb_reshuffle(self, new_dp_size: int) -> None:
         """Everybody has all experts."""
 

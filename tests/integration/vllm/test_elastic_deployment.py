@@ -5,21 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from dynamo_elastic.agent.base import Tier
+from dynamo_elastic.agent.records import read_record
 from dynamo_elastic.config import DeploymentConfig
 from dynamo_elastic.coordinator.status import read_status
 from dynamo_elastic.demo.load import Load, reference_texts, summarize
 from dynamo_elastic.demo.run import demo_config, leftovers, restored_from
 from dynamo_elastic.demo.vllm import short_prompts
 from dynamo_elastic.engine.vllm.make_model import write_model
-from dynamo_elastic.serve.deployment import running
+from dynamo_elastic.serve.deployment import Deployment, running
+from dynamo_elastic.snapshot.process import tree_of
 from dynamo_elastic.testing.cycles import scale_to
 from dynamo_elastic.testing.detached_ranks import STAND_INS
 from dynamo_elastic.testing.vllm_ranks import PYTHON, ROOT
+from dynamo_elastic.types import Incarnation
 
 pytestmark = [
     pytest.mark.vllm_elastic,
@@ -74,6 +79,34 @@ def deployment_config(work_dir: Path) -> DeploymentConfig:
     )
 
 
+def incarnation_of(config: DeploymentConfig, slot: int) -> Incarnation:
+    found = read_record(config.control_dir(slot))
+    assert found is not None
+    return found.incarnation
+
+
+def kill_rank_2(config: DeploymentConfig) -> Incarnation:
+    """All of its processes at once."""
+    found = read_record(config.control_dir(2))
+    assert found is not None
+    for pid in tree_of(found.process.pid):
+        os.kill(pid, signal.SIGKILL)
+    return found.incarnation
+
+
+async def in_force(deployment: Deployment, ranks: int, *, without: Incarnation) -> None:
+    """Return once a topology of so many ranks is decided, of which one is none."""
+    deadline_s = time.monotonic() + BOOT_TIMEOUT_S
+    while True:
+        status = await read_status(deployment.store, deployment.keys)
+        members = status.topology.members if status.topology is not None else ()
+        there = {member.incarnation for member in members}
+        if len(there) == ranks and without not in there:
+            return
+        assert time.monotonic() < deadline_s, status
+        await asyncio.sleep(0.1)
+
+
 async def scale_and_back(work_dir: Path) -> None:
     config = deployment_config(work_dir)
     async with running(config, print) as deployment:
@@ -89,13 +122,18 @@ async def scale_and_back(work_dir: Path) -> None:
             again = await scale_to(deployment, 3)
             assert restored_from(again) == {Tier.PARKED}
             await asyncio.sleep(2)
+        before = summarize(list(load.results), reference)
+        stay = [incarnation_of(config, slot) for slot in range(2)]
+        lost = kill_rank_2(config)
+        await in_force(deployment, 2, without=lost)
+        await asyncio.sleep(2)
         await load.stop()
-        status = await read_status(deployment.store, deployment.keys)
-        assert status.topology is not None
-        assert status.topology.world_size == 3
+        await in_force(deployment, 3, without=lost)
+        assert [incarnation_of(config, slot) for slot in range(2)] == stay
         summary = summarize(load.results, reference)
         assert (summary.requests_failed, summary.errors) == (0, ())
-        assert summary.tokens_equal
+        # Who has to go on in the middle of a text gets other draws for the same seed.
+        assert before.tokens_equal
         pids = set(deployment.supervisor.pids.values())
     assert leftovers(config, pids) == []
 

@@ -36,6 +36,15 @@ def connect(epoch: int, size: int) -> dict[str, Any]:
     return {"topology": topology, "endpoints": {}, "timeout_s": 30.0}
 
 
+def narrower(engines: Engines, size: int) -> None:
+    """Return once its first `size` ranks serve as a group of that many, by themselves."""
+    deadline_s = time.monotonic() + _TOKENS_TIMEOUT_S
+    while not all(engines.group.facts(rank)["width"] == size for rank in range(size)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    engines.serve_on(range(size))
+
+
 class Engines:
     """The engines of a group, asked by rank, and the steps of an operation."""
 
@@ -155,4 +164,31 @@ def test_a_joiner_that_dies_when_it_is_ready_costs_nothing(engines: Engines) -> 
     engines.tell(0, "connect_epoch", **connect(4, 1))
     assert "retain all model experts" in engines.hear(0, "connect_epoch")["error"]
     engines.on(range(1, 2), "readmit")
+    engines.serve_on(range(2))
+
+
+def test_an_eviction_finds_the_group_without_the_rank_that_died(engines: Engines) -> None:
+    engines.group.lose(2)
+    narrower(engines, 2)
+    engines.scale(2, 2)
+    said = engines.on(range(2), "status")
+    assert [(s["state"], s["world_size"]) for s in said] == [("serving", 2)] * 2
+    engines.group.join()
+    for rank in range(2):
+        engines.tell(rank, "open_epoch", epoch=3, rank=rank, world_size=3)
+        assert engines.hear(rank, "open_epoch")["error"] == ""
+    engines.on(range(2), "connect_epoch", **connect(3, 3))
+    engines.commit(3, 2)
+    engines.serve_on(range(3))
+
+
+def test_a_leaver_dies_when_all_are_ready_to_go_on_without_it(engines: Engines) -> None:
+    engines.drain(2)
+    engines.prepare(2, 2)
+    engines.group.lose(2)
+    narrower(engines, 2)
+    engines.on(range(2), "abort_epoch", epoch=2)
+    engines.scale(3, 2)
+    said = engines.on(range(2), "status")
+    assert [(s["state"], s["epoch"], s["world_size"]) for s in said] == [("serving", 3, 2)] * 2
     engines.serve_on(range(2))

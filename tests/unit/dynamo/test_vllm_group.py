@@ -67,6 +67,8 @@ class Group:
         """Does not let go of its memory."""
 
     async def prepare(self, size: int) -> None:
+        if self.size == size:
+            return
         world = self.world
         if self.rank == 0:
             world.count += 1
@@ -150,7 +152,12 @@ class Group:
 
 
 class Replica:
+    def __init__(self, act: Callable[[], None] = lambda: None) -> None:
+        """`act` happens when a probe makes its group step."""
+        self._act = act
+
     async def probe(self) -> tuple[int, ...]:
+        self._act()
         return (5, 6)
 
     async def abort_all(self) -> None:
@@ -304,6 +311,26 @@ def test_a_leaver_that_holds_on_to_its_memory_or_its_group_is_refused_by_name() 
             it.world.groups[1].holds = False
             await it.engines[1].detach()
             assert it.detached == [1]
+
+    run(body)
+
+
+def test_a_rank_that_died_while_nobody_had_work_is_found_out_by_the_eviction() -> None:
+    async def body() -> None:
+        async with deployment(3, 3) as it:
+            groups = it.world.groups[:2]
+            for engine in it.engines[:2]:
+
+                def narrows() -> None:
+                    for group in groups:
+                        group.size = 2
+
+                engine._replica = Replica(narrows)
+            await it.open(2, 2)
+            assert await it.connect(2, 2) == [None] * 2
+            assert [r.epoch for r in await it.decide(2, 2)] == [2] * 2
+            assert (await it.states())[:2] == [(S.SERVING, 2, 2)] * 2
+            assert it.world.count == 0, "nothing was left to be prepared"
 
     run(body)
 

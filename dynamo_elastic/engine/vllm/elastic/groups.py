@@ -44,8 +44,25 @@ def connect_gloo(store: Store, name: str, rank: int, size: int, timeout_s: float
     return group
 
 
+class Numbers:
+    """A process group that can be asked for its numbers alone."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def shutdown(self) -> None:
+        """There is nothing to end."""
+
+
 def close_gloo(group: ProcessGroup | None) -> None:
-    """Peers that wait for us in this group see that we are gone. Idempotent."""
+    """Nothing is exchanged in this group any more. Its sockets close with its last reference: only
+    then do peers that wait for us see that we are gone. Idempotent."""
     if group is not None:
         with suppress(RuntimeError):
             group.shutdown()

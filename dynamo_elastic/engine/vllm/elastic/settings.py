@@ -24,6 +24,9 @@ class ElasticSettings:
     commit_timeout_s: float = 0.8
     """For a joiner in the first exchange on the new group, before anything of the old one is given
     up; and then to come to resume. Counted from when all who serve are there."""
+    fault_timeout_s: float = 0.4
+    """After a step that failed because a rank died: for those who live to say so. Who has not is
+    done without."""
     poll_s: float = 0.005
     """Between two looks at the store."""
     rebalance_after_steps: int = 100

@@ -94,15 +94,18 @@ class ElasticCoordinator(PatientCoordinator):
 
     async def _shrink_back(self, failed: Any) -> None:
         """Those who served before go on without those who joined, of whom one died or stands still
-        since the commit: scale down to what was, with nobody who leaves taking part. Nobody holds
-        an expert but they, and all of them rest."""
+        since the commit. Nobody holds an expert but they, and all of them rest."""
         before = failed.cur_data_parallel_size
         _log.error("a rank that joined did not come to resume: back to %d ranks", before)
         self._update_parallel_config(failed.bootstrap, failed.num_redundant_experts)
         if failed.dp_rank == 0:
             self.client._coord_store = self.reconfig_store_ref
-        await super().prepare(failed.bootstrap.new_data_parallel_size, before)
-        self.prepared_scale.cur_data_parallel_size = before
+        await self._shrink(failed.bootstrap.new_data_parallel_size, before)
+
+    async def _shrink(self, size: int, to: int) -> None:
+        """The first `to` ranks, who all rest and hold every expert, go on without the others."""
+        await super().prepare(size, to)
+        self.prepared_scale.cur_data_parallel_size = to
         await super().commit()
         set_scaling_elastic_ep(False)
 
@@ -137,9 +140,13 @@ class ElasticCoordinator(PatientCoordinator):
         """Nothing is prepared, here and on the other ranks. Idempotent."""
         prepared = self.prepared_scale
         self.tell_failure(reason)
-        super().abort(reason)
+        self.abort_prepared(reason)
         if prepared is not None:
             await self._undo(reason)
+
+    def abort_prepared(self, reason: str) -> None:
+        """Nothing can be committed, as far as this process knows. Idempotent."""
+        super().abort(reason)
 
     async def withdraw(self, reason: str) -> bool:
         """give_up() of a commit that not every rank has come to, whoever of them comes yet; False
@@ -213,7 +220,7 @@ class ElasticClient(core_client.DPAsyncMPClient):  # type: ignore[misc]
             super()._ensure_stats_update_task()
 
 
-def install() -> None:
-    """vLLM makes ElasticClients, and they ElasticCoordinators, from now on."""
-    core_client.ExternalElasticEPScaleCoordinator = ElasticCoordinator
+def install(coordinator: type[ElasticCoordinator]) -> None:
+    """vLLM makes ElasticClients, and they such coordinators, from now on."""
+    core_client.ExternalElasticEPScaleCoordinator = coordinator
     core_client.DPAsyncMPClient = ElasticClient

@@ -30,12 +30,13 @@ from dynamo_elastic.engine.vllm.elastic.meeting import (
 from dynamo_elastic.engine.vllm.elastic.place import parallel_of
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import handshake
+from dynamo_elastic.engine.vllm.v0_33.faults import RestingCore
 from dynamo_elastic.engine.vllm.v0_33.operation import EXECUTE, ElasticState, connect_engines
 from dynamo_elastic.errors import EngineError
 
 
-class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
-    """A DPEngineCoreProc whose operations end well or change nothing."""
+class ElasticEngineCore(RestingCore, core.DPEngineCoreProc):  # type: ignore[misc]
+    """A DPEngineCoreProc whose operations end well or change nothing, and which outlives peers."""
 
     eep_scaling_state: Any
     """vLLM's own: the operation that is under way."""
@@ -60,6 +61,7 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
         self.dp_group, self.dp_store, self.dp_rank = group, store, group.rank()
         running, self.current_wave, self.step_counter = values
         self.engines_running, self._hurry = bool(running), False
+        self.rests = False
 
     def leave_group(self) -> None:
         """This engine steps no more, and answers calls alone."""
@@ -158,6 +160,8 @@ class ElasticEngineCore(core.DPEngineCoreProc):  # type: ignore[misc]
     def resume_scheduler(self) -> None:
         """As vLLM's, which waits half an hour for a rank that stands still. Raises RuntimeError if
         one did not come in time; this engine rests on then."""
+        if self.rests:
+            raise EngineError("a step failed: this rank has no group that could resume")
         if self.dp_group is not None and not self.engines_running and not self.pending_pause:
             settings = ElasticSettings.from_environment()
             if self.eep_scaling_state is not None:

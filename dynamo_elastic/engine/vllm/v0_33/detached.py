@@ -19,6 +19,7 @@ from vllm.distributed.device_communicators import all2all
 from vllm.distributed.eplb import eplb_state as eplb
 from vllm.v1.worker import dp_utils, gpu_worker
 
+from dynamo_elastic.engine.vllm.elastic.groups import Numbers
 from dynamo_elastic.engine.vllm.v0_33.groups import Seat
 
 _ALONE = ("_TP", "_PP", "_PCP", "_DCP")
@@ -35,7 +36,7 @@ class LocalGroup(Seat):
         parallel_state._register_group(self)
         self.device = self._device()
         self.cpu_timeout = None
-        self.cpu_group = self.device_group = _Numbers(rank, size)
+        self.cpu_group = self.device_group = Numbers(rank, size)
         self.tcp_store_group = None
         self.use_device_communicator = False
         self.mq_broadcaster = None
@@ -67,19 +68,6 @@ class LocalGroup(Seat):
 
     all_gather = all_gatherv = reduce_scatter = reduce_scatterv = gather = _refuse
     broadcast_tensor_dict = send_tensor_dict = recv_tensor_dict = send = recv = _refuse
-
-
-class _Numbers:
-    """A process group that can be asked for its numbers alone."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
 
 
 class LocalCommunicator:

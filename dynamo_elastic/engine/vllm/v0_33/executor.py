@@ -7,11 +7,18 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.version import __version__
 
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
-from dynamo_elastic.engine.vllm.v0_33 import client, core, detached_core, handshake, operation
+from dynamo_elastic.engine.vllm.v0_33 import (
+    client,
+    core,
+    detached_core,
+    handshake,
+    operation,
+    survival,
+)
 from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
 
 check_hooks(__version__)
-client.install()
+client.install(survival.SurvivingCoordinator)
 handshake.install()
 core.install(
     detached_core.DetachedEngineCore

@@ -14,6 +14,7 @@ import zmq
 from vllm import envs
 from vllm.distributed.elastic_ep import external_elastic_ep as external
 from vllm.utils.network_utils import make_zmq_socket
+from vllm.v1.engine import ReconfigureDistributedRequest, ReconfigureRankType
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineHandshakeMetadata
 from vllm.v1.utils import get_engine_client_zmq_addr
@@ -112,6 +113,19 @@ def greeted(parallel: Any, rank: int) -> Iterator[Any]:
     ):
         yield EngineCoreProc.startup_handshake(socket, True, False, parallel)
         socket.send(msgspec.msgpack.encode({"status": "READY"}))
+
+
+def request_of(told: dict[str, Any]) -> ReconfigureDistributedRequest:
+    """What rank 0 told a joiner, in the words that it has for the others."""
+    return ReconfigureDistributedRequest(
+        new_data_parallel_size=told["data_parallel_size"],
+        new_data_parallel_rank=ReconfigureRankType.KEEP_CURRENT_RANK,
+        new_data_parallel_rank_local=ReconfigureRankType.KEEP_CURRENT_RANK,
+        new_data_parallel_master_ip=told["data_parallel_master_ip"],
+        new_data_parallel_master_port=told["data_parallel_master_port"],
+        new_data_parallel_master_port_list=told["_data_parallel_master_port_list"],
+        coord_store_port=told["_coord_store_port"],
+    )
 
 
 def install() -> None:

@@ -45,8 +45,11 @@ class VllmRankGroup:
         return int(self._parallel.data_parallel_size) if self._member else 0
 
     async def prepare(self, size: int) -> None:
+        """See RankGroup. Those who have gone on without a rank that died are that many already."""
         with self._told(f"prepare {size} ranks"):
-            await self._coordinator.prepare(self.size, size)
+            await self._coordinator.settled()
+            if self.size != size:
+                await self._coordinator.prepare(self.size, size)
 
     async def attach(self, rank: Rank, size: int) -> Mapping[str, float]:
         with self._told(f"join {size} ranks"):

@@ -13,20 +13,21 @@ from vllm.distributed.elastic_ep.elastic_execute import ElasticEPScalingExecutor
 from vllm.distributed.eplb import eplb_state as eplb
 from vllm.distributed.parallel_state import _replace_active_groups, get_dp_group, get_ep_group
 from vllm.utils import is_moe_layer
-from vllm.v1.engine import ReconfigureDistributedRequest, ReconfigureRankType
 from vllm.v1.worker import dp_utils
 
 from dynamo_elastic.engine.vllm.elastic.laps import Laps
 from dynamo_elastic.engine.vllm.elastic.placement import is_complete
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import alone, buffer, groups
+from dynamo_elastic.engine.vllm.v0_33.after_fault import RestingWorker
+from dynamo_elastic.engine.vllm.v0_33.handshake import request_of
 from dynamo_elastic.engine.vllm.v0_33.leaver import Leaver
 from dynamo_elastic.engine.vllm.v0_33.weights import digest_of, replicated, sender_of, stream_of
 
 _ABORT_WAIT_S = 0.2
 
 
-class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
+class ElasticScaling(RestingWorker, ElasticEPScalingExecutor):  # type: ignore[misc]
     """The worker's part of an operation. All that takes long happens while the rank serves; a
     commit is a change of pointers, masks and maps."""
 
@@ -242,16 +243,3 @@ class ElasticScaling(ElasticEPScalingExecutor):  # type: ignore[misc]
 
     def _eplb(self) -> Any:
         return self.worker.model_runner.eplb_state
-
-
-def request_of(told: dict[str, Any]) -> ReconfigureDistributedRequest:
-    """What rank 0 told a joiner, in the words that it has for the others."""
-    return ReconfigureDistributedRequest(
-        new_data_parallel_size=told["data_parallel_size"],
-        new_data_parallel_rank=ReconfigureRankType.KEEP_CURRENT_RANK,
-        new_data_parallel_rank_local=ReconfigureRankType.KEEP_CURRENT_RANK,
-        new_data_parallel_master_ip=told["data_parallel_master_ip"],
-        new_data_parallel_master_port=told["data_parallel_master_port"],
-        new_data_parallel_master_port_list=told["_data_parallel_master_port_list"],
-        coord_store_port=told["_coord_store_port"],
-    )
