@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import shutil
 import signal
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from dynamo_elastic.testing.certificates import Pair
 
-_START_TIMEOUT_S = 20.0
+_START_TIMEOUT_S, _STOP_TIMEOUT_S = 20.0, 5.0
 
 
 def etcd_missing() -> str:
@@ -68,8 +69,16 @@ class EtcdProcess:
         self._wait_until_it_answers()
 
     def pause(self) -> None:
-        """Stop it from answering, connections kept (SIGSTOP)."""
-        self._signal(signal.SIGSTOP)
+        """Stop it from answering, connections kept (SIGSTOP): all its threads, when this returns.
+        A signal takes a moment, in which a fast request was still answered (seen once)."""
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        while os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG) is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"etcd (pid {self._process.pid}) did not stop")
+            time.sleep(0.001)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
