@@ -35,8 +35,13 @@ pytestmark = [
 
 @pytest.fixture
 def work_dir(tmp_path: Path) -> Iterator[Path]:
+    before = _shared_memory()
     yield tmp_path
-    assert not list(Path("/dev/shm").glob("psm_*")), "shared memory was left behind"
+    assert not _shared_memory() - before, "shared memory was left behind"
+
+
+def _shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").glob("psm_*"))
 
 
 def listening(pid: int) -> set[str]:
