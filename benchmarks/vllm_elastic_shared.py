@@ -13,8 +13,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+Step = tuple[float, tuple[str, ...]]
+"""Seconds that a command may take, and its words."""
 _TOOL = Path(__file__).with_name("vllm_elastic.py")
 _SHAPE = (
     *("--gpus", "1", "--layers", "4", "--clients", "2", "--tokens", "64", "--settle-s", "2"),
@@ -24,7 +27,7 @@ _PAIR = (*_SHAPE, "--gpu-memory-utilization", "0.12", "--kv-cache-memory-bytes",
 _IMAGE = (*_SHAPE, "--gpu-memory-utilization", "0.4", "--kv-cache-memory-bytes", "4294967296")
 
 
-def steps(work: Path) -> list[tuple[float, tuple[str, ...]]]:
+def steps(work: Path) -> list[Step]:
     """Commands in their order, each with the seconds that it may take."""
     pair = ("--run-id", "pair", "--work", str(work))
     ours, upstream = ("--engine", "ours"), ("--engine", "upstream")
@@ -38,16 +41,17 @@ def steps(work: Path) -> list[tuple[float, tuple[str, ...]]]:
     ]
 
 
-def main() -> None:
+def play(text: str, steps: Callable[[Path], Sequence[Step]], work: Path) -> None:
+    """The command line of a benchmark that is some commands of vllm_elastic.py: all are played,
+    whatever becomes of them, but for the report."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", type=Path, default=Path("/tmp/vllm_elastic_shared"))
-    work = parser.parse_args().work
-    for timeout_s, words in steps(work):
+    parser.add_argument("--work", type=Path, default=work)
+    for timeout_s, words in steps(parser.parse_args().work):
         command = [sys.executable, str(_TOOL), *words]
         subprocess.run(command, timeout=timeout_s, check=words[0] == "report")
 
 
 if __name__ == "__main__":
-    main()
+    play(__doc__, steps, Path("/tmp/vllm_elastic_shared"))

@@ -10,12 +10,10 @@ driver has restored must not share a GPU with others (docs/findings.md, section 
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
 from pathlib import Path
 
-_TOOL = Path(__file__).with_name("vllm_elastic.py")
+from vllm_elastic_shared import Step, play
+
 _GROUP = (
     *("--engine", "ours", "--leavers", "kept", "--gpus", "1", "--layers", "4"),
     *("--clients", "2", "--tokens", "64", "--settle-s", "1", "--serve-s", "1"),
@@ -25,7 +23,7 @@ _GROUP = (
 )
 
 
-def steps(work: Path) -> list[tuple[float, tuple[str, ...]]]:
+def steps(work: Path) -> list[Step]:
     """Commands in their order, each with the seconds that it may take."""
     run = ("--run-id", "kept", "--work", str(work))
     patience = ("--joiner-timeout-s", "15", "--scale-timeout-s", "60")
@@ -39,16 +37,5 @@ def steps(work: Path) -> list[tuple[float, tuple[str, ...]]]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--work", type=Path, default=Path("/tmp/vllm_elastic_shared_rounds"))
-    work = parser.parse_args().work
-    for timeout_s, words in steps(work):
-        command = [sys.executable, str(_TOOL), *words]
-        subprocess.run(command, timeout=timeout_s, check=words[0] == "report")
-
-
 if __name__ == "__main__":
-    main()
+    play(__doc__, steps, Path("/tmp/vllm_elastic_shared_rounds"))

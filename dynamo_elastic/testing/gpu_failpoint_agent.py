@@ -17,12 +17,11 @@ from dynamo_elastic.failpoints import KILL_ONCE_DIR, Act
 from dynamo_elastic.testing.chaos.gpu_scenario import GpuScenario, Move
 from dynamo_elastic.testing.chaos.verdict import Verdict
 from dynamo_elastic.testing.gpu_agent import GpuAgent, Started
+from dynamo_elastic.testing.gpu_meter import not_freed
 
 _SLOT, _OTHER = 0, 1
 _RUN_S = 60.0
 """A run that takes longer hangs."""
-_TOLERANCE_MIB = 64
-_GONE_S = 5.0
 _POLL_S = 0.05
 
 
@@ -76,7 +75,8 @@ class Parker:
             self._agent.kill()
             await self._agent.boot()
         await self._clear()
-        found += await self._left_behind(used_mib)
+        if left := await not_freed(self._used_mib, used_mib):
+            found.append(left)
         await self._agent.probe(self._other, host=True)
         await self._once()
         await self._clear()
@@ -115,15 +115,6 @@ class Parker:
             if slot.slot == _SLOT and slot.incarnation:
                 await self._agent.client.stop_engine(slot.slot, slot.incarnation)
         await self._agent.client.evict(None)
-
-    async def _left_behind(self, before_mib: int) -> list[str]:
-        """The GPU holds no more than before."""
-        deadline_s = time.monotonic() + _GONE_S
-        while (used := self._used_mib()) > before_mib + _TOLERANCE_MIB:
-            if time.monotonic() > deadline_s:
-                return [f"{used - before_mib} MiB are left on the GPU"]
-            await asyncio.sleep(_POLL_S)
-        return []
 
 
 @asynccontextmanager

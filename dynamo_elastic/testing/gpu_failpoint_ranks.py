@@ -23,6 +23,7 @@ from dynamo_elastic.testing.chaos.gpu_scenario import VIA, GpuScenario
 from dynamo_elastic.testing.chaos.verdict import Verdict
 from dynamo_elastic.testing.engine_process import EngineProcess
 from dynamo_elastic.testing.fleet import Fleet, FleetLoad, masked
+from dynamo_elastic.testing.gpu_meter import not_freed
 from dynamo_elastic.topology import EngineShape
 
 SPARES = 6
@@ -31,8 +32,6 @@ _RUN_S = 30.0
 _CONNECT_S = 2.0
 _SERVES_S = 5.0
 _SILENCE_S = 4.0
-_TOLERANCE_MIB = 64
-_GONE_S = 5.0
 _POLL_S = 0.01
 WRONG = "other tokens"
 _ANSWER = Request("whole", (1, 2, 3), 12, temperature=0.0)
@@ -123,7 +122,10 @@ class Ranks:
             found.append(failure)
         if verdict.fired and scenario.act is Act.KILL and not failure:
             found.append("a rank that was killed went on")
-        return [*found, *await self._still_right(began_s), *await self._left_behind(used_mib)]
+        found += await self._still_right(began_s)
+        if left := await not_freed(self._used_mib, used_mib):
+            found.append(left)
+        return found
 
     async def close(self) -> None:
         """No process is left. Idempotent."""
@@ -135,8 +137,8 @@ class Ranks:
         for engine in self._spares:
             await engine.stop()
         self._spares.clear()
-        left = await self._left_behind(self._alone_mib)
-        return f"after all runs {left[0]}" if left else ""
+        left = await not_freed(self._used_mib, self._alone_mib)
+        return f"after all runs {left}" if left else ""
 
     def _process(self, slot: int) -> EngineProcess:
         shutil.rmtree(self._config.control_dir(slot), ignore_errors=True)
@@ -243,15 +245,6 @@ class Ranks:
     def _silence_s(self, began_s: float) -> float:
         times = sorted(t for of in self._first.token_times.values() for t in of if t >= began_s)
         return max((b - a for a, b in pairwise(times)), default=0.0)
-
-    async def _left_behind(self, before_mib: int) -> list[str]:
-        """The GPU holds no more than before, when the hurt one was there."""
-        deadline_s = time.monotonic() + _GONE_S
-        while (used := self._used_mib()) > before_mib + _TOLERANCE_MIB:
-            if time.monotonic() > deadline_s:
-                return [f"{used - before_mib} MiB are left on the GPU"]
-            await asyncio.sleep(_POLL_S)
-        return []
 
 
 @asynccontextmanager

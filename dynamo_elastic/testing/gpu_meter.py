@@ -4,11 +4,17 @@ initialised for as long as it runs, without which every start of a process costs
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 from dynamo_elastic.snapshot.base import GpuInventory
 from dynamo_elastic.snapshot.nvml import Nvml
+
+_DRIVER_MIB = 64
+_POLL_S = 0.05
 
 
 def used_bytes(inventory: GpuInventory) -> int:
@@ -39,6 +45,17 @@ class Meter:
         """Idempotent."""
         self._process.kill()
         self._process.communicate()
+
+
+async def not_freed(used_mib: Callable[[], int], before_mib: int, *, within_s: float = 5.0) -> str:
+    """What a GPU holds more than before, when the processes of a run had time to let go of it; ''
+    if it is no more than a driver's own."""
+    deadline_s = time.monotonic() + within_s
+    while (used := used_mib()) > before_mib + _DRIVER_MIB:
+        if time.monotonic() > deadline_s:
+            return f"{used - before_mib} MiB are left on the GPU"
+        await asyncio.sleep(_POLL_S)
+    return ""
 
 
 def main() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
+from dynamo_elastic.engine.ending import until_it_ends
 from dynamo_elastic.engine.renew import adopt_standard_files
-from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.testing.gpu_settings import parse
-
-_log = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -19,17 +17,14 @@ def main() -> None:
         os.environ[f"{library}_NUM_THREADS"] = "1"
     settings = parse()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
-    try:
+
+    def lives() -> None:
         adopt_standard_files()
         from dynamo_elastic.testing.gpu_engine import run
 
         run(settings)
-    except ElasticError as exc:
-        _log.error("engine ends: %s", exc)
-    except Exception:  # noqa: BLE001 - nobody else is there to say what happened
-        _log.exception("engine ends: a fault of its own")
-    logging.shutdown()
-    os._exit(1)
+
+    until_it_ends(lives)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import os
 import sys
 import time
+from typing import NoReturn
 
 import msgspec
 
 from dynamo_elastic.engine.base import Attach
+from dynamo_elastic.engine.ending import until_it_ends
 from dynamo_elastic.engine.launch import parse_argv
 from dynamo_elastic.engine.reference.boot import detach, wait_attach, warm_up
 from dynamo_elastic.engine.reference.life import live
 from dynamo_elastic.engine.renew import adopt_standard_files
-from dynamo_elastic.errors import ElasticError
 from dynamo_elastic.failpoints import arm_from_environment, failpoint
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -24,18 +24,16 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # wants it waits as long as half a step.
 _SWITCH_INTERVAL_S = 0.0005
 
-_log = logging.getLogger(__name__)
 
-
-def run(began_s: float) -> None:
-    """Boot detached; wait for an identity and live by it, again and again. The one place that
-    catches all errors: whatever goes wrong is one line in the log, and the end of the process."""
+def run(began_s: float) -> NoReturn:
+    """Boot detached; wait for an identity and live by it, again and again; see until_it_ends()."""
     adopt_standard_files()
     # A library that crashes, the driver's included, would leave no word.
     faulthandler.enable()
     settings = parse_argv()
     logging.basicConfig(format=_LOG_FORMAT, level=logging.INFO)
-    try:
+
+    def lives() -> None:
         arm_from_environment()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         parts = {"imports": time.monotonic() - began_s}
@@ -48,10 +46,5 @@ def run(began_s: float) -> None:
             detach(engine, parts)
             attach = msgspec.convert(wait_attach(settings.control_dir), Attach)
             live(engine, attach)
-    except ElasticError as exc:
-        _log.error("engine ends: %s", exc)
-    except Exception:  # noqa: BLE001 - nobody else is there to say what happened
-        _log.exception("engine ends: a fault of its own")
-    # Threads of NIXL and of the RPC server would keep a normal exit waiting.
-    logging.shutdown()
-    os._exit(1)
+
+    until_it_ends(lives)

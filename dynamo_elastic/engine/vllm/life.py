@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import sys
 import time
@@ -18,28 +17,18 @@ from typing import Any, NoReturn
 import msgspec
 
 from dynamo_elastic.engine.base import ATTACH_FILE, DETACHED_FILE, Attach
+from dynamo_elastic.engine.ending import until_it_ends
 from dynamo_elastic.engine.renew import adopt_standard_files, redirect
 from dynamo_elastic.engine.vllm.release import trim
 from dynamo_elastic.engine.vllm.versions import installed
-from dynamo_elastic.errors import ElasticError
 
 _POLL_S = 0.01
-_log = logging.getLogger(__name__)
 
 
 def run(live: Callable[[], Coroutine[Any, Any, None]]) -> NoReturn:
-    """All of this process from here on: `live` until it is killed. The one place that catches all
-    errors: whatever goes wrong is in the log, and the end of the process."""
+    """All of this process from here on; see until_it_ends()."""
     adopt_standard_files()
-    try:
-        asyncio.run(live())
-    except ElasticError as exc:
-        _log.error("engine ends: %s", exc)
-    except Exception:  # noqa: BLE001 - nobody else is there to say what happened
-        _log.exception("engine ends: a fault of its own")
-    # Threads of vLLM and of Dynamo's runtime would keep a normal exit waiting.
-    logging.shutdown()
-    os._exit(1)
+    until_it_ends(lambda: asyncio.run(live()))
 
 
 def say_detached(control_dir: Path, began_s: float, **facts: Any) -> None:

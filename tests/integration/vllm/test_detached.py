@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,12 @@ from dynamo_elastic.snapshot.process import identify, tree_of
 from dynamo_elastic.testing.detached_ranks import (
     CONTROL_DIR,
     RANK,
-    STAND_INS,
     rank_environment,
     server_argv,
 )
 from dynamo_elastic.testing.etcd_process import free_port
 from dynamo_elastic.testing.rank_images import LOG, RankImages, attach
-from dynamo_elastic.testing.vllm_ranks import Group, Ranks, start_ranks
+from dynamo_elastic.testing.vllm_ranks import Group, Ranks
 
 pytestmark = [
     pytest.mark.vllm_elastic,
@@ -40,13 +38,6 @@ pytestmark = [
 
 BOOT_TIMEOUT_S = 600.0
 SERVE_TIMEOUT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    found = start_ranks(STAND_INS / "elastic_ranks.py", tmp_path_factory.mktemp("ranks") / "log")
-    yield found
-    found.finish()
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from dynamo_elastic.testing.vllm_ranks import Group, Ranks, start_ranks
+from dynamo_elastic.testing.vllm_ranks import Group, Ranks
 from dynamo_elastic.topology import Member, Topology
 from dynamo_elastic.types import Epoch, Incarnation, WorkerId
 
@@ -19,14 +18,6 @@ pytestmark = [pytest.mark.vllm_elastic, pytest.mark.slow, pytest.mark.timeout(40
 
 SIZE = 3
 _TOKENS_TIMEOUT_S = 5.0
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    script = Path(__file__).parent / "elastic_ranks.py"
-    found = start_ranks(script, tmp_path_factory.mktemp("ranks") / "log")
-    yield found
-    found.finish()
 
 
 def connect(epoch: int, size: int) -> dict[str, Any]:

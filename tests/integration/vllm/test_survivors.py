@@ -5,26 +5,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynamo_elastic.testing.vllm_ranks import Group, Ranks, start_ranks
+from dynamo_elastic.testing.vllm_ranks import Group, Ranks
 
 pytestmark = [pytest.mark.vllm_elastic, pytest.mark.slow, pytest.mark.timeout(400)]
 
 GAP_S = 1.0
 """For those who live to serve on, 0.4 s of which they wait for each other's word."""
 _TIMEOUT_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    script = Path(__file__).parent / "elastic_ranks.py"
-    found = start_ranks(script, tmp_path_factory.mktemp("ranks") / "log")
-    yield found
-    found.finish()
 
 
 @pytest.fixture
