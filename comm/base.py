@@ -172,8 +172,12 @@ class ExpertBuffer(Protocol):
 
     @property
     def can_connect(self) -> bool:
-        """False once a connect was not answered in time: only a fresh buffer can be connected, or
-        disconnected, then."""
+        """False once a connect has failed: only a fresh buffer can be connected then."""
+        ...
+
+    @property
+    def can_disconnect(self) -> bool:
+        """False once a connect was not answered in time: its peers stay as long as it does."""
         ...
 
     @property
@@ -194,8 +198,8 @@ class ExpertBuffer(Protocol):
         """Map `peers`, given by their metadata, and leave them masked. Both sides must call it at
         about the same time. Serving goes on meanwhile.
 
-        Raises PeerUnreachable: the peers are broken; if it took all of `timeout_s`, this buffer
-        also can't connect or disconnect any more, but serves on with the peers that it has.
+        Raises PeerUnreachable: the peers are broken, and this buffer can't connect any others, but
+        serves on with those that it has. If it took all of `timeout_s`, it can't disconnect either.
         """
         ...
 

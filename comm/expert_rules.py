@@ -112,7 +112,7 @@ _REMEDIES: Mapping[PeerState, str] = {
     _S.CONNECTED: "activate or disconnect it",
     _S.ACTIVE: "deactivate it first",
     _S.TIMED_OUT: "disconnect it, let it build a fresh buffer, and connect that",
-    _S.BROKEN: "disconnect it, then connect it again",
+    _S.BROKEN: "disconnect it, and connect it to a fresh buffer",
 }
 
 
@@ -135,8 +135,8 @@ class PeerBook:
         """Peers that have mapped this rank's memory, as far as we know."""
         self._half_steps = 0
         self._open_layers = 0
-        self._spent = ""
-        """Why no connection can be changed any more."""
+        self._sealed = self._spent = ""
+        """Why no peer can be connected any more, and why none can be let go of."""
         self._destroyed = False
         self._lock = threading.Lock()
 
@@ -185,7 +185,7 @@ class PeerBook:
 
     def connecting(self, peers: Mapping[Rank, bytes]) -> None:
         """`peers` are about to be connected by their metadata, masked, so beside the steps."""
-        self._require_changeable("connect")
+        self._require_changeable("connect", self._sealed)
         for rank, metadata in peers.items():
             if self._stale.get(rank) == metadata:
                 raise BufferMisused(
@@ -201,7 +201,7 @@ class PeerBook:
         all ranks' double buffers agree."""
         self.require_usable()
         if after is _S.ABSENT:
-            self._require_changeable(act)
+            self._require_changeable(act, self._spent)
         if self._open_layers:
             raise BufferMisused(
                 f"can't {act} between dispatch and combine",
@@ -235,13 +235,20 @@ class PeerBook:
             self._states.update(dict.fromkeys(ranks, after))
 
     @property
+    def sealed(self) -> bool:
+        return bool(self._sealed)
+
+    @property
     def spent(self) -> bool:
-        with self._lock:
-            return bool(self._spent)
+        return bool(self._spent)
+
+    def seal(self, why: str) -> None:
+        """No peer can be connected any more; those that it has may stay, or be let go of."""
+        self._sealed = why
 
     def spend(self, why: str) -> None:
         """No connection of this buffer can be made or ended any more; the peers it has stay."""
-        self._spent = why
+        self._sealed = self._spent = why
 
     def destroying(self, released_by: Collection[Rank]) -> None:
         """The buffer is about to go. `released_by`: ranks that have unmapped it, or are dead."""
@@ -257,7 +264,7 @@ class PeerBook:
         if self._destroyed:
             raise BufferMisused("the buffer was destroyed", remedy="build a fresh one")
 
-    def _require_changeable(self, act: str) -> None:
+    def _require_changeable(self, act: str, obstacle: str) -> None:
         self.require_usable()
-        if self._spent:
-            raise BufferMisused(f"can't {act}: {self._spent}", remedy="build a fresh buffer")
+        if obstacle:
+            raise BufferMisused(f"can't {act}: {obstacle}", remedy="build a fresh buffer")

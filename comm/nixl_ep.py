@@ -88,6 +88,10 @@ class NixlExpertBuffer:
 
     @property
     def can_connect(self) -> bool:
+        return not self._book.sealed
+
+    @property
+    def can_disconnect(self) -> bool:
         return not self._book.spent
 
     @property
@@ -122,6 +126,10 @@ class NixlExpertBuffer:
         self._book.move(peers, PeerState.BROKEN)
         if isinstance(failure, TimeoutError):
             self._book.spend("a connect never returned")
+        else:
+            # NIXL keeps half of what it has loaded, and then refuses whoever has the same rank
+            # (docs/findings.md, section 17).
+            self._book.seal("a connect failed")
         raise PeerUnreachable(sorted(peers), str(failure)) from failure
 
     def _connect(self, peers: Mapping[Rank, bytes]) -> None:

@@ -43,6 +43,11 @@ class FakeExpertWorld:
     def make(self, shape: BufferShape, rank: Rank) -> FakeExpertBuffer:
         return FakeExpertBuffer(shape, rank, self)
 
+    def kill(self, rank: Rank) -> None:
+        """The process with this rank's buffers is killed."""
+        for buffer in [b for b in self.buffers.values() if b.rank == rank]:
+            buffer.die()
+
     def wait(self, condition: Any, timeout_s: float) -> bool:
         """True once `condition()` holds; False at the deadline. `changed` must be held."""
         deadline = time.monotonic() + timeout_s
@@ -83,6 +88,10 @@ class FakeExpertBuffer:
 
     @property
     def can_connect(self) -> bool:
+        return not self._book.sealed
+
+    @property
+    def can_disconnect(self) -> bool:
         return not self._book.spent
 
     @property
@@ -107,6 +116,7 @@ class FakeExpertBuffer:
             gone = [rank for rank, serial in serials.items() if serial not in world.buffers]
             if gone:
                 self._book.move(peers, PeerState.BROKEN)
+                self._book.seal("a connect failed")
                 raise PeerUnreachable(sorted(peers), f"the buffers of {gone} are gone")
             calls = {(self._serial, serial) for serial in serials.values()}
             world.calls |= calls
@@ -250,7 +260,7 @@ class FakeExpertBuffer:
 
     def has_given_up(self, rank: Rank) -> bool:
         """It can't unmap `rank` any more, being spent, and does not step with it."""
-        return not self.can_connect and self.states[rank] is not PeerState.ACTIVE
+        return not self.can_disconnect and self.states[rank] is not PeerState.ACTIVE
 
     def die(self) -> None:
         """As if the process were killed: gone without a word."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from dynamo_elastic.comm.expert_rules import IPC_CACHE_VARIABLE
 from dynamo_elastic.testing.expert_buffer import FakeExpertWorld
 from dynamo_elastic.testing.expert_buffer_rank import ExpertRank, answer
+from dynamo_elastic.types import Rank
 
 CALL_TIMEOUT_S = 60.0
 
@@ -51,6 +52,7 @@ class RankThread:
 
     def __init__(self, number: int, world: FakeExpertWorld) -> None:
         self.number = number
+        self._world = world
         self.rank = ExpertRank(world.make, "cpu")
         self._pool = ThreadPoolExecutor(1)
 
@@ -64,7 +66,9 @@ class RankThread:
         return self.post(op, **args)()
 
     def close(self) -> None:
+        """As a process that is killed."""
         self._pool.shutdown(cancel_futures=True)
+        self._world.kill(Rank(self.number))
 
 
 class RankProcess:

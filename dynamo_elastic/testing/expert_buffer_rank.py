@@ -69,6 +69,9 @@ class ExpertRank:
     def can_connect(self) -> bool:
         return self.buffer.can_connect
 
+    def can_disconnect(self) -> bool:
+        return self.buffer.can_disconnect
+
     def _allocate(self, buffer: ExpertBuffer) -> None:
         shape, device = buffer.shape, self._device
         count, bf16 = shape.max_tokens, torch.bfloat16

@@ -185,7 +185,7 @@ def _let_go(buffer: ExpertBuffer, kept: Collection[Rank]) -> None:
     _align(buffer, {s for s in kept if states[s] is PeerState.ACTIVE})
     states = buffer.states
     going = [s for s, state in states.items() if state in _LET_GO_FROM and s not in kept]
-    if going and buffer.can_connect:
+    if going and buffer.can_disconnect:
         buffer.disconnect(going)
 
 

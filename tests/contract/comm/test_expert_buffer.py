@@ -170,6 +170,29 @@ def test_a_peer_that_never_comes_stops_nobody(new: NEW) -> None:
     assert "fresh buffer" in caught.value.message
 
 
+def test_a_peer_that_died_takes_the_place_of_nobody(new: NEW) -> None:
+    """Who comes next has its rank, as an engine that is started again in the same slot has."""
+    serving, stays, dead = new(0), new(2), new(1)
+    connect([stays], [serving])
+    activate([serving, stays])
+    metadata = dead.call("metadata")
+    dead.close()
+    with pytest.raises(RankFailed) as caught:
+        serving.call("connect", peers={"1": metadata}, timeout_s=5)
+    assert caught.value.kind == "PeerUnreachable"
+    assert not serving.call("can_connect")
+    assert_right([serving, stays])
+    if serving.call("can_disconnect"):
+        part([stays], [serving])
+        serving.call("disconnect", ranks=[1])
+    next_one = new(1)
+    serving.call("open_beside")
+    connect([next_one], [serving])
+    activate([serving, next_one])
+    assert_right([serving, next_one])
+    serving.call("destroy_old", released_by=[1, 2])
+
+
 def test_a_spent_buffer_is_replaced_beside_it(new: NEW) -> None:
     serving, gone = new(0), new(1)
     assert serving.call("can_connect")

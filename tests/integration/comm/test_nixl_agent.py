@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_elastic.comm.base import MemoryKind, Span
+from dynamo_elastic.errors import TransferError
 from dynamo_elastic.memory.arena import HostArena, layout
 
 pytestmark = pytest.mark.nixl
@@ -74,6 +75,25 @@ def test_an_idle_agent_takes_no_processor_time() -> None:
     used = time.process_time() - used
     agent.close()
     assert used < 0.2  # A progress thread that spins would take all of the 0.5 s.
+
+
+def test_who_could_not_be_loaded_has_used_up_its_name() -> None:
+    """Why an expert buffer connects nobody any more once a connect has failed: NIXL EP names its
+    agents by rank. Should this fail one day, a newer NIXL forgets them, and the rule may go."""
+    from dynamo_elastic.comm.nixl_agent import NixlAgent
+
+    serving, peer = NixlAgent("serving"), NixlAgent("4")
+    arena = HostArena(layout([("w", 1 << 20)]))
+    peer.register(Span(arena.address, arena.size_bytes))
+    metadata = peer.metadata()
+    with pytest.raises(TransferError):  # as of a process that died: its memory can't be opened
+        serving.add_remote(metadata[:-1])
+    for _ in range(2):
+        with pytest.raises(TransferError, match="an argument is invalid"):
+            serving.add_remote(metadata)
+        serving.remove_remote("4")
+    serving.close()
+    peer.close()
 
 
 def test_neither_nixl_nor_ucx_writes_to_our_output() -> None:

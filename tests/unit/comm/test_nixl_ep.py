@@ -167,9 +167,13 @@ def test_an_error_of_the_transport_is_not_reachable(adapter: Any, buffer: Any) -
     adapter.nixl_ep.Buffer.failure = None
     # Nothing of it was connected, and then NIXL EP refuses to disconnect it.
     adapter.nixl_ep.Buffer.unknown = [1]
+    assert buffer.can_disconnect
     buffer.disconnect([ONE])
-    buffer.connect({ONE: b"one"}, timeout_s=5)
-    assert buffer.states[ONE] == "connected"
+    # NIXL may still know the name of whoever is rank 1, and would refuse another one.
+    assert not buffer.can_connect
+    with pytest.raises(BufferMisused, match="a connect failed"):
+        buffer.connect({ONE: b"another"}, timeout_s=5)
+    assert buffer.states[ONE] == "absent"
 
 
 def test_a_connect_that_never_returns_is_left_behind(adapter: Any, buffer: Any) -> None:

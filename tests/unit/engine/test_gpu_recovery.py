@@ -123,6 +123,30 @@ def test_one_that_is_lost_in_the_connect_costs_a_buffer(
     assert mine == [first.buffer]
 
 
+def test_one_that_dies_in_the_connect_costs_a_buffer_and_not_its_place(
+    world: FakeExpertWorld, ranks: BufferRanks, new: New
+) -> None:
+    """NIXL would refuse whoever comes with its name, on every later attempt (seen on a GPU)."""
+    first = new(0, range(EXPERTS))
+    ranks.switch([first])
+    expected = answer(first, "alone")
+
+    def dies(groups: Sequence[BufferGroup]) -> None:
+        buffer: Any = groups[-1].buffer
+        buffer.connect = lambda peers, *, timeout_s: buffer.die()
+        buffer.die()
+
+    failures = ranks.abort([first, new(1, range(HALF))], dies)
+    assert isinstance(failures[0], PeerUnreachable)
+    before = first.buffer
+    assert not before.can_connect
+    assert before.can_disconnect
+    assert answer(first, "after") == expected
+    ranks.switch([first, new(1, range(HALF))])
+    assert first.buffer is not before
+    assert answer(first, "joined") == expected
+
+
 def test_all_take_a_fresh_buffer_if_one_has_to(
     world: FakeExpertWorld, ranks: BufferRanks, new: New
 ) -> None:
