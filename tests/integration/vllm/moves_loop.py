@@ -55,11 +55,27 @@ class Moves:
                 eplb_config=SimpleNamespace(migration_batching_enabled=False)
             ),
         )  # fmt: skip
+        self.state.start_async_loop = self.start
+        self.start()
+
+    def start(self) -> None:
         stream = SimpleNamespace(synchronize=lambda: None)
         self.state.async_worker = threading.Thread(
             target=async_worker.transfer_run_periodically, args=(self.state, stream), daemon=True
         )
         self.state.async_worker.start()
+
+    def fail(self) -> None:
+        """The next layer is one that the thread ends with, as when a peer has died."""
+
+        def broken(**_: Any) -> None:
+            raise RuntimeError("a peer has died")
+
+        async_worker.transfer_layer = broken
+        until_s = time.monotonic() + 20
+        while self.state.async_worker.is_alive() and time.monotonic() < until_s:
+            if not self._take_one():
+                time.sleep(0.001)
 
     def begin(self) -> None:
         self.model_state.rebalanced = True
@@ -69,16 +85,21 @@ class Moves:
         """What vLLM's main thread does after a step, until that many layers were moved."""
         taken, until_s = 0, time.monotonic() + 20
         while taken < layers and time.monotonic() < until_s:
-            result = self.model_state.pending_result
-            if result is None:
+            if self._take_one():
+                taken += 1
+            else:
                 time.sleep(0.001)
-                continue
-            taken += 1
-            if result.layer_idx == LAYERS - 1:
-                self.model_state.rebalanced = False
-            self.model_state.pending_result = None
-            result.consumed_event.record()
         return taken
+
+    def _take_one(self) -> bool:
+        result = self.model_state.pending_result
+        if result is None:
+            return False
+        if result.layer_idx == LAYERS - 1:
+            self.model_state.rebalanced = False
+        self.model_state.pending_result = None
+        result.consumed_event.record()
+        return True
 
 
 def main() -> None:
@@ -98,6 +119,18 @@ def main() -> None:
         }  # fmt: skip
     moved.begin()
     found["then_all"] = moved.take(LAYERS)
+    moved.begin()
+    moved.take(2)
+    moved.fail()
+    began_s = time.monotonic()
+    eplb_state.EplbState.drain_async(moved.state)
+    found["stopped_after_an_error"] = {
+        "s": time.monotonic() - began_s, "alive": moved.state.async_worker.is_alive(),
+    }  # fmt: skip
+    async_worker.transfer_layer = lambda **_: time.sleep(LAYER_S)
+    moves.start_moves(moved.state)
+    moved.begin()
+    found["then_all_again"] = moved.take(LAYERS)
     policy = eplb_state.EPLB_POLICIES["default"]
     old = torch.tensor([[0, 1, 2, 3, -1, -1, -1, -1]] * 2)
     load = torch.tensor([[9.0, 1.0, 1.0, 1.0]] * 2)

@@ -1,4 +1,4 @@
-"""Moves of experts in vLLM's own loop stop at once, and can begin again."""
+"""Moves of experts in vLLM's own loop stop at once, begin again, and go through our exchange."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ pytestmark = [pytest.mark.vllm_elastic, pytest.mark.slow, pytest.mark.timeout(20
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    script = Path(__file__).parent / "moves_loop.py"
+    answer: dict[str, Any] = said_by("moves_loop.py")
+    return answer
+
+
+def said_by(name: str) -> Any:
+    script = Path(__file__).parent / name
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [PYTHON, script], env=environment, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("taken", [0, 2])
@@ -40,6 +44,21 @@ def test_a_scale_down_does_not_wait_for_all_moves(found: dict[str, Any], taken: 
 def test_moves_can_begin_again(found: dict[str, Any]) -> None:
     assert found["same_class"]
     assert found["then_all"] == 40
+
+
+def test_a_thread_of_moves_that_met_an_error_is_neither_waited_for_nor_the_last(
+    found: dict[str, Any],
+) -> None:
+    stopped = found["stopped_after_an_error"]
+    assert not stopped["alive"]
+    assert stopped["s"] < 0.5
+    assert found["then_all_again"] == 40
+
+
+def test_experts_go_through_our_exchange() -> None:
+    ranks = said_by("expert_moves_ranks.py")
+    assert [said["made"] for said in ranks] == ["StagedMoves"] * 3
+    assert [said["right"] for said in ranks] == [[True] * 6] * 3
 
 
 def test_who_has_all_experts_keeps_them(found: dict[str, Any]) -> None:

@@ -125,7 +125,11 @@ class Stream:
             size_bytes = load[-1].at + load[-1].size_bytes
             ours = Span(self._span.address + half, size_bytes, self._span.device)
             theirs = Span(there.address + half, size_bytes, there.device)
-            self._wait(self._agent.write(remote, [ours], [theirs], self._kind))
+            transfer = self._agent.write(remote, [ours], [theirs], self._kind)
+            try:
+                finish(transfer, self._key, self._timeout_s)
+            finally:
+                transfer.release()
             self._say(f"landed/{number}", "1")
 
     def receive(self, tensors: Mapping[str, Tensor]) -> int:
@@ -185,21 +189,20 @@ class Stream:
     def _aside(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._cuda is None else torch.cuda.stream(self._cuda)
 
-    def _wait(self, transfer: Transfer) -> None:
-        until_s = time.monotonic() + self._timeout_s
-        try:
-            while transfer.poll() is TransferState.RUNNING:
-                if time.monotonic() > until_s:
-                    raise TransferTimeout("sending weights ran out of time", remote=self._key)
-                time.sleep(_POLL_S)
-        finally:
-            transfer.release()
-
     def _say(self, word: str, value: str) -> None:
         self._words.set(f"{self._key}/{word}", value)
 
     def _hear(self, word: str) -> bytes:
         return self._words.get(f"{self._key}/{word}")
+
+
+def finish(transfer: Transfer, remote: str, timeout_s: float) -> None:
+    """Return once all of it has landed. Raises TransferError, TransferTimeout after `timeout_s`."""
+    until_s = time.monotonic() + timeout_s
+    while transfer.poll() is TransferState.RUNNING:
+        if time.monotonic() > until_s:
+            raise TransferTimeout("sending weights ran out of time", remote=remote)
+        time.sleep(_POLL_S)
 
 
 def size_of(tensor: Tensor) -> int:

@@ -60,11 +60,19 @@ def stop_moves(state: Any) -> None:
             result, model_state.pending_result = model_state.pending_result, None
             if result is not None:
                 result.consumed_event.record()
-        if state.rearrange_event.rests:
+        if state.rearrange_event.rests or not state.async_worker.is_alive():
             return
         if time.monotonic() > until_s:
             raise EngineError("experts on their way between ranks did not come to rest")
         time.sleep(_POLL_S)
+
+
+def start_moves(state: Any) -> None:
+    """vLLM's thread of moves is there to be woken: one that has met an error has ended for good."""
+    thread = state.async_worker
+    if thread is not None and not thread.is_alive():
+        state.async_worker, state.rearrange_event = None, TrackedEvent()
+    state.start_async_loop()
 
 
 class PrefixPolicy(DefaultEplbPolicy):  # type: ignore[misc]

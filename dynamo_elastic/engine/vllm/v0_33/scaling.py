@@ -18,7 +18,7 @@ from vllm.v1.worker import dp_utils
 from dynamo_elastic.engine.vllm.elastic.laps import Laps
 from dynamo_elastic.engine.vllm.elastic.placement import is_complete
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
-from dynamo_elastic.engine.vllm.v0_33 import alone, buffer, groups
+from dynamo_elastic.engine.vllm.v0_33 import alone, buffer, groups, moves
 from dynamo_elastic.engine.vllm.v0_33.after_fault import RestingWorker
 from dynamo_elastic.engine.vllm.v0_33.handshake import request_of
 from dynamo_elastic.engine.vllm.v0_33.leaver import Leaver
@@ -137,7 +137,7 @@ class ElasticScaling(RestingWorker, ElasticEPScalingExecutor):  # type: ignore[m
         state = self._eplb()
         after = min(self._settings.rebalance_after_steps, state.expert_rearrangement_step_interval)
         state.expert_rearrangement_step = state.expert_rearrangement_step_interval - after
-        state.start_async_loop()
+        moves.start_moves(state)
 
     def perform_scale_down_eplb_reshuffle(self, new_dp_size: int) -> None:
         """Where those who stay hold every expert already, nothing is moved."""

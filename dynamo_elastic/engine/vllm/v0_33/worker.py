@@ -13,7 +13,7 @@ from vllm.version import __version__
 
 from dynamo_elastic.engine.vllm.elastic.graphs import CapturedGraphs
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
-from dynamo_elastic.engine.vllm.v0_33 import buffer, detached, groups, moves
+from dynamo_elastic.engine.vllm.v0_33 import buffer, detached, expert_moves, groups, moves
 from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
 from dynamo_elastic.engine.vllm.v0_33.leaver import used_bytes
 from dynamo_elastic.engine.vllm.v0_33.scaling import ElasticScaling
@@ -22,6 +22,7 @@ from dynamo_elastic.engine.vllm.worker import ElasticWorkerExtension
 check_hooks(__version__)
 groups.install()
 moves.install()
+expert_moves.install()
 if ElasticSettings.from_environment().detached:
     detached.install()
 else:
