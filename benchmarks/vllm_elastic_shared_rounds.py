@@ -3,8 +3,9 @@
     python benchmarks/vllm_elastic_shared_rounds.py            # about 9 minutes
 
 Six ranks boot once. They go 2 -> 3 -> 4 -> 2 -> 4 under load for as long as the time allows, with
-256 prompts scored after each round; then a joiner is killed or stopped at four stages, each time
-with one rank less, so that nobody boots again. Who leaves is kept alive as it is: a rank that the
+256 prompts scored after each round; experts begin to move five steps after each scale-up, so that
+the next resize finds them on their way. Then a joiner is killed or stopped at four stages, each
+time with one rank less, so that nobody boots again. Who leaves is kept alive as it is: a rank that the
 driver has restored must not share a GPU with others (docs/findings.md, section 16).
 """
 
@@ -18,6 +19,7 @@ _GROUP = (
     *("--engine", "ours", "--leavers", "kept", "--gpus", "1", "--layers", "4"),
     *("--clients", "2", "--tokens", "64", "--settle-s", "1", "--serve-s", "1"),
     *("--max-ranks", "6", "--floor", "1"),
+    *("--setting", "DYNAMO_ELASTIC_VLLM_REBALANCE_AFTER_STEPS=5"),
     *("--eplb-config.step_interval", "100000", "--enable-cumem-allocator"),
     *("--gpu-memory-utilization", "0.12", "--kv-cache-memory-bytes", "1073741824"),
 )

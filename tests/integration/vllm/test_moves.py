@@ -59,6 +59,7 @@ def test_experts_go_through_our_exchange() -> None:
     ranks = said_by("expert_moves_ranks.py")
     assert [said["made"] for said in ranks] == ["StagedMoves"] * 3
     assert [said["right"] for said in ranks] == [[True] * 6] * 3
+    assert all(said["threads"] < 0 for said in ranks)  # closed: its agent is gone
 
 
 def test_who_has_all_experts_keeps_them(found: dict[str, Any]) -> None:

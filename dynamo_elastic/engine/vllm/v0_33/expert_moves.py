@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
 import weakref
@@ -49,7 +50,7 @@ class GlooRanks:
 
 
 class StagedMoves(EplbCommunicator):  # type: ignore[misc]
-    """vLLM's EplbCommunicator over an ExpertExchange, which goes with it."""
+    """vLLM's EplbCommunicator over an ExpertExchange, which goes with it, if a little later."""
 
     def __init__(self, group: Any, layers: Sequence[Expert]) -> None:
         """`layers`: the weights of all experts of this rank, (experts, ...) each; all ranks of
@@ -67,13 +68,18 @@ class StagedMoves(EplbCommunicator):  # type: ignore[misc]
             region_bytes=max(REGION_BYTES, largest),
         )
         self._exchange = exchange
-        # vLLM drops one for the next, and closes none.
-        weakref.finalize(self, exchange.close).atexit = False
+        self._dropped = weakref.finalize(self, _close_aside, exchange)
+        self._dropped.atexit = False
         self._log_initialized()
 
     @property
     def needs_profile_buffer_reservation(self) -> bool:
         return False
+
+    def close(self) -> None:
+        """Nothing that peers know of is left. Idempotent."""
+        self._dropped.detach()
+        self._exchange.close()
 
     def add_send(self, tensors: list[Tensor], dst_rank: int, expert_id: int) -> None:
         """Of vLLM: who wants it says so itself."""
@@ -94,6 +100,11 @@ class StagedMoves(EplbCommunicator):  # type: ignore[misc]
             "%d experts came, %d bytes in %.3f s",
             *(len(wanted), size_bytes, time.monotonic() - began_s),
         )
+
+
+def _close_aside(exchange: ExpertExchange) -> None:
+    """vLLM drops one for the next in the middle of a commit, and closes none."""
+    threading.Thread(target=exchange.close, name="close-expert-moves", daemon=True).start()
 
 
 def install() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dynamo_elastic.engine.vllm.elastic.laps import Laps
 from dynamo_elastic.engine.vllm.v0_33 import buffer
+from dynamo_elastic.engine.vllm.v0_33.expert_moves import StagedMoves
 from dynamo_elastic.errors import EngineError, RebindFailed, RebindRefused
 
 _log = logging.getLogger(__name__)
@@ -38,7 +39,9 @@ class Leaver:
         laps = Laps()
         state = self._worker.model_runner.eplb_state
         for model_state in state.model_states.values():
-            model_state.communicator = None
+            moves, model_state.communicator = model_state.communicator, None
+            if isinstance(moves, StagedMoves):
+                moves.close()
         gc.collect()
         laps.mark("expert moves")
         found = self._read_graphs()
