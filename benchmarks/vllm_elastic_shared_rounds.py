@@ -5,8 +5,8 @@
 Six ranks boot once. They go 2 -> 3 -> 4 -> 2 -> 4 under load for as long as the time allows, with
 256 prompts scored after each round; experts begin to move five steps after each scale-up, so that
 the next resize finds them on their way. Then a joiner is killed or stopped at four stages, each
-time with one rank less, so that nobody boots again. Who leaves is kept alive as it is: a rank that the
-driver has restored must not share a GPU with others (docs/findings.md, section 16).
+time with one rank less, so that nobody boots again. Who leaves is kept alive as it is: a rank that
+the driver has restored must not share a GPU with others (docs/findings.md, section 16).
 """
 
 from __future__ import annotations
