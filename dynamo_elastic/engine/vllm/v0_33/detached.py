@@ -164,9 +164,11 @@ def install(*workers: Any) -> None:
         module.init_worker_distributed_environment = init_environment
     create = eplb.create_eplb_communicator
 
-    def create_communicator(group_coordinator: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_communicator(
+        group_coordinator: Any, backend: str, expert_weights: Any, expert_buffer: Any
+    ) -> Any:
         if isinstance(group_coordinator, LocalGroup):
             return NoMoves()
-        return create(group_coordinator, *args, **kwargs)
+        return create(group_coordinator, backend, expert_weights, expert_buffer)
 
     eplb.create_eplb_communicator = create_communicator
