@@ -68,6 +68,7 @@ BENCHMARKS = tuple(
             "snapshot_tiers",
             "snapshot_cycles",
             "vllm_elastic_alone",
+            "vllm_elastic_moves",
             "vllm_elastic_shared",
             "vllm_elastic_shared_rounds",
         ),
