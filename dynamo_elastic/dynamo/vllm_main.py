@@ -18,12 +18,14 @@ DEFAULTS = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",
+    "RES_OPTIONS": "timeout:1 attempts:3",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_HOST_IP": "127.0.0.1",
 }
 """Environment of an engine, where its agent's says nothing else: one host, few threads, no helper
-processes of a compiler, and the same hash of a prefix in every process."""
+processes of a compiler, and the same hash of a prefix in every process. A name server is asked
+again after 1 s, not 5: torch asks for names, which it needs for nothing, whenever ranks connect."""
 
 
 def main() -> None:

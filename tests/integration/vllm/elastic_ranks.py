@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 import torch
 import zmq
+from torch._C._distributed_c10d import TCPStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from vllm.distributed import parallel_state, utils
 from vllm.distributed.elastic_ep import elastic_state, standby_state
@@ -48,6 +49,7 @@ from dynamo_elastic.engine.vllm.requests import Requests
 from dynamo_elastic.engine.vllm.v0_33 import core as our_core
 from dynamo_elastic.engine.vllm.v0_33 import groups as our_groups
 from dynamo_elastic.engine.vllm.v0_33 import operation as our_operation
+from dynamo_elastic.engine.vllm.v0_33 import stores
 from dynamo_elastic.engine.vllm.v0_33.hooks import missing_hooks
 from dynamo_elastic.engine.vllm.v0_33.rank_group import VllmRankGroup
 from dynamo_elastic.engine.vllm.v0_33.scaling import ElasticScaling
@@ -61,22 +63,33 @@ FAULTY_STEP = 200
 RECENT_S = 5.0
 
 
-@functools.lru_cache(maxsize=8)  # vLLM's own keeps one
+@functools.lru_cache(maxsize=4)  # vLLM's own keeps one
 def _store_of_thread(host: str, port: int, _: int) -> Any:
     return utils.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
 
-# The front end is a thread here, and vLLM's one client of a process is blocked by whoever waits.
-utils.get_cached_tcp_store_client = lambda host, port: _store_of_thread(
-    host, port, threading.get_ident()
-)
+def _store_at(host: str, port: int) -> Any:
+    """The front end is a thread here, and vLLM's one client of a process is blocked by whoever
+    waits."""
+    if threading.current_thread() is threading.main_thread():
+        return stores.store_at(host, port)
+    return _store_of_thread(host, port, threading.get_ident())
+
+
+def _connected(*args: Any, **kwargs: Any) -> Any:
+    """A store or a client of one; the front end's loop may stand still for seconds meanwhile."""
+    _mine["connects"] += int(threading.current_thread() is threading.main_thread())
+    return TCPStore(*args, **kwargs)
+
+
+utils.get_cached_tcp_store_client, utils.TCPStore = _store_at, _connected
 HOST = "127.0.0.1"
 EXPERTS = 4
 GROUPS = ("world", "dp", "ep", "eplb")
 
 
-_mine: dict[str, Any] = {"fault": "", "say": None}
-"""Of this fork: where it fails, and how it answers."""
+_mine: dict[str, Any] = {"fault": "", "say": None, "connects": 0}
+"""Of this fork: where it fails, how it answers, and what its loop stood still for."""
 
 
 def fault(name: str) -> None:
@@ -486,14 +499,20 @@ def facts(core: Core) -> dict[str, Any]:
         "tokens": len(core.scheduler.tokens_s),
         "recent_gap_s": longest_gap_s(core, time.monotonic() - RECENT_S),
         "resets": core.scheduler.resets,
+        "connects": _mine["connects"],
         "scaling": core.eep_scaling_state is not None,
         "dense": float(model.dense.detach().sum()),
         "scales": int(model.scales.sum()),
         "mapping": received.tolist() if received is not None else None,
         "let_go": core.model_executor.has_let_go,
-        "threads": len(os.listdir("/proc/self/task")),
+        "threads": len(os.listdir("/proc/self/task")) - pooled(),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
+
+
+def pooled() -> int:
+    """Threads of the loop's pool: they come as they are needed, up to a few, and stay."""
+    return sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
 
 
 def join(parallel: Any) -> Any:
@@ -512,6 +531,7 @@ async def serve(core: Core, parallel: Any) -> None:
     client = Client(core, copy.deepcopy(parallel), loop)
     threading.Thread(target=_loop, args=(core,), daemon=True).start()
     engine = Engine(core, client)
+    _mine["connects"] = 0
     say({"up": parallel.data_parallel_rank})
     tasks = set()
     while True:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from dynamo_elastic.testing.vllm_ranks import Group, Ranks
+from dynamo_elastic.testing.vllm_ranks import PYTHON, Group, Ranks
 
 pytestmark = [pytest.mark.vllm_elastic, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -21,6 +22,28 @@ def group(ranks: Ranks) -> Iterator[Group]:
 
 def test_this_vllm_has_every_hook(ranks: Ranks) -> None:
     assert ranks.missing == []
+
+
+def test_ranks_ask_no_name_server(ranks: Ranks) -> None:
+    code = "import socket; socket.getnameinfo(('192.0.2.1', 1), socket.NI_NAMEREQD)"
+    asked = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False)
+    assert "Temporary failure in name resolution" in asked.stderr
+
+
+def test_no_loop_stands_still_while_it_connects_to_a_store(ranks: Ranks) -> None:
+    """torch looks names up for that; all streams of a front end waited for the answer."""
+    group = Group(ranks, DYNAMO_ELASTIC_VLLM_PARK_LEAVERS="1")
+    try:
+        group.join()
+        assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
+        for _ in range(2):
+            assert [a["error"] for a in group.scale(2, (0, 1, 2))] == ["", "", ""]
+            ranks.tell(to=2, do="attach")
+            assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
+            assert ranks.hear(lambda w: bool(w.get("attached")))["error"] == ""
+        assert [group.facts(rank)["connects"] for rank in range(3)] == [0, 0, 0]
+    finally:
+        group.lose(*sorted(group.alive))
 
 
 def test_up_and_down_and_up(group: Group) -> None:

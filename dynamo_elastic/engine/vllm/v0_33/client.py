@@ -7,7 +7,6 @@ import asyncio
 import logging
 from typing import Any
 
-from vllm.distributed.utils import get_cached_tcp_store_client
 from vllm.entrypoints.serve.elastic_ep.middleware import (
     set_elastic_ep_rank_retired,
     set_scaling_elastic_ep,
@@ -18,6 +17,7 @@ from dynamo_elastic.engine.vllm.elastic.guard import Stage
 from dynamo_elastic.engine.vllm.elastic.meeting import EPOCH_KEY, error_of, publish_error
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import routes
+from dynamo_elastic.engine.vllm.v0_33.stores import connect, store_at
 from dynamo_elastic.engine.vllm.v0_33.waits import WITHDRAWN, PatientCoordinator
 from dynamo_elastic.errors import EngineError
 
@@ -120,6 +120,7 @@ class ElasticCoordinator(PatientCoordinator):
         for name, value in told["parallel"].items():
             setattr(parallel, name, value)
         self.client.engine_ranks_managed = [parallel.data_parallel_rank]
+        await connect(parallel.data_parallel_master_ip, parallel._coord_store_port)
         self._find_coordinator(told["addresses"])
         self.active_epoch = self.active_reconfig_store = None
         set_elastic_ep_rank_retired(False)
@@ -155,9 +156,7 @@ class ElasticCoordinator(PatientCoordinator):
         store = (
             prepared.reconfig_store
             if prepared is not None
-            else get_cached_tcp_store_client(
-                parallel.data_parallel_master_ip, parallel._coord_store_port
-            )
+            else store_at(parallel.data_parallel_master_ip, parallel._coord_store_port)
         )
         epoch = prepared.epoch if prepared is not None else store.get(EPOCH_KEY).decode()
         if self._verdict(store, epoch, WITHDRAWN) != WITHDRAWN:
@@ -175,9 +174,7 @@ class ElasticCoordinator(PatientCoordinator):
         """End the operation that is being prepared, on all ranks: whoever watches the joiners knows
         that one is gone. Does nothing if there is none."""
         parallel = self.client.vllm_config.parallel_config
-        in_force = get_cached_tcp_store_client(
-            parallel.data_parallel_master_ip, parallel._coord_store_port
-        )
+        in_force = store_at(parallel.data_parallel_master_ip, parallel._coord_store_port)
         if self._is_known(in_force):
             self._tell(in_force, reason)
         elif self._early is not None:

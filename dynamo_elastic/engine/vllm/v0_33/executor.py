@@ -13,6 +13,7 @@ from dynamo_elastic.engine.vllm.v0_33 import (
     detached_core,
     handshake,
     operation,
+    stores,
     survival,
 )
 from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
@@ -20,6 +21,7 @@ from dynamo_elastic.engine.vllm.v0_33.hooks import check_hooks
 check_hooks(__version__)
 client.install(survival.SurvivingCoordinator)
 handshake.install()
+stores.install()
 core.install(
     detached_core.DetachedEngineCore
     if ElasticSettings.from_environment().detached

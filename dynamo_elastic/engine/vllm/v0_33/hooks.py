@@ -57,6 +57,8 @@ HOOKS: tuple[Hook, ...] = (
     *_methods("vllm.v1.core.sched.scheduler", "Scheduler", set_pause_state="self pause_state",
               reset_prefix_cache="self reset_running_requests"),
     Hook("vllm.distributed.utils", "cpu_all_reduce_", ("tensor", "group", "timeout")),
+    Hook("vllm.distributed.utils", "get_cached_tcp_store_client", ("host", "port")),
+    Hook("vllm.distributed.utils", "create_tcp_store", ("host", "port")),
     Hook(_CLIENT, "ExternalElasticEPScaleCoordinator"),
     *_methods(_CLIENT, "DPAsyncMPClient", call_utility_async="self method",
               resume_scheduler_async="self", _ensure_stats_update_task="self"),
@@ -69,6 +71,7 @@ HOOKS: tuple[Hook, ...] = (
         key="parts",
         _sleep_with_backoff="backoff_step",
         _get_error="self store epoch",
+        _setup_reconfig_bootstrap="self",
         _prepare_reconfig_bootstrap="self store cur_data_parallel_size new_data_parallel_size",
         _wait_for_bootstrap="self store requested_new_dp_size timeout_s",
         _wait_for_ready_ranks="self control_store reconfig_store epoch new_data_parallel_size "

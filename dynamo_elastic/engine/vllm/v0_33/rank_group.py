@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 from vllm.distributed.elastic_ep.external_elastic_ep import ExternalElasticEPScalePhase
-from vllm.distributed.utils import get_cached_tcp_store_client
 from vllm.v1.engine import ReconfigureDistributedRequest
 
 from dynamo_elastic.engine.vllm.elastic.meeting import EPOCH_KEY, error_of
 from dynamo_elastic.engine.vllm.group import Summons
 from dynamo_elastic.engine.vllm.v0_33.operation import EXECUTE
+from dynamo_elastic.engine.vllm.v0_33.stores import store_at
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.types import Rank
 
@@ -104,9 +104,7 @@ class VllmRankGroup:
 
     def _commits(self, operation: str, bootstrap: Any) -> bool:
         """Rank 0 waits at the commit for all who have been there; or has made it."""
-        store = get_cached_tcp_store_client(
-            bootstrap.new_data_parallel_master_ip, bootstrap.coord_store_port
-        )
+        store = store_at(bootstrap.new_data_parallel_master_ip, bootstrap.coord_store_port)
         key = self._coordinator.key
         if store.check([key(operation, "commit_ready", 0)]):
             return True
@@ -116,9 +114,7 @@ class VllmRankGroup:
     def _store(self) -> Any:
         """That of the group in force."""
         parallel = self._parallel
-        return get_cached_tcp_store_client(
-            parallel.data_parallel_master_ip, parallel._coord_store_port
-        )
+        return store_at(parallel.data_parallel_master_ip, parallel._coord_store_port)
 
     async def released(self) -> None:
         """The engine core answers when it has let go."""

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from vllm import envs
-from vllm.distributed.utils import get_cached_tcp_store_client
 
 from dynamo_elastic.engine.vllm.elastic.groups import open_store
 from dynamo_elastic.engine.vllm.elastic.survivors import (
@@ -24,6 +23,7 @@ from dynamo_elastic.engine.vllm.elastic.survivors import (
 )
 from dynamo_elastic.engine.vllm.v0_33.client import ElasticCoordinator
 from dynamo_elastic.engine.vllm.v0_33.faults import FAULT
+from dynamo_elastic.engine.vllm.v0_33.stores import store_at
 from dynamo_elastic.errors import EngineError
 
 _LOOK_EVERY_S = 0.05
@@ -97,9 +97,7 @@ class SurvivingCoordinator(ElasticCoordinator):
         parallel = self.client.vllm_config.parallel_config
         if self._watched is not None and self._watched_port == parallel._coord_store_port:
             return self._watched
-        return get_cached_tcp_store_client(
-            parallel.data_parallel_master_ip, parallel._coord_store_port
-        )
+        return store_at(parallel.data_parallel_master_ip, parallel._coord_store_port)
 
     async def settled(self) -> None:
         """Return once no operation is under way, and nobody is to be done without."""

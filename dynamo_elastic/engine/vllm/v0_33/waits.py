@@ -17,6 +17,7 @@ from dynamo_elastic.engine.vllm.elastic.meeting import (
     resume_key,
 )
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
+from dynamo_elastic.engine.vllm.v0_33.stores import connect, made_at
 
 COMMITS, WITHDRAWN = "commit", "withdrawn"
 """What can become of an operation that all are ready for."""
@@ -36,11 +37,36 @@ class PatientCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         PatientCoordinator.poll_s = self._settings.poll_s
         self._leavers: tuple[Any, list[str]] | None = None
         self._old_server: Any = None
+        self._next_store: Any = None
+        """Rank 0's, for the operation that it begins next."""
 
     @staticmethod
     async def _sleep_with_backoff(backoff_step: int) -> int:
         await asyncio.sleep(PatientCoordinator.poll_s)
         return 0
+
+    async def prepare(self, cur_data_parallel_size: int, new_data_parallel_size: int) -> None:
+        await self._connect()
+        await super().prepare(cur_data_parallel_size, new_data_parallel_size)
+
+    async def _connect(self) -> None:
+        """To all stores that vLLM would connect to with the loop standing still meanwhile, but for
+        the one that rank 0 tells the others of."""
+        parallel = self.client.vllm_config.parallel_config
+        host = parallel.data_parallel_master_ip
+        if parallel._coord_store_port:
+            await connect(host, parallel._coord_store_port)
+        if parallel.data_parallel_rank == 0:
+            if self._next_store is None:
+                self._next_store = await made_at(host)
+            await connect(host, self._next_store.port)
+
+    def _setup_reconfig_bootstrap(self) -> tuple[str, int]:
+        """As vLLM's, with a store that is there already."""
+        self.control_store_ref = getattr(self.client, "_coord_store", None)
+        self.reconfig_store_ref, self._next_store = self._next_store, None
+        host = self.client.vllm_config.parallel_config.data_parallel_master_ip
+        return host, self.reconfig_store_ref.port
 
     def _verdict(self, store: Any, epoch: str, mine: str) -> str:
         """What becomes of an operation that all are ready for."""
@@ -75,7 +101,10 @@ class PatientCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
             if self._get_error(store, epoch) is not None:
                 self.active_epoch = epoch
         timeout_s = self._settings.prepare_timeout_s
-        return await super()._wait_for_bootstrap(store, requested_new_dp_size, timeout_s)
+        found = await super()._wait_for_bootstrap(store, requested_new_dp_size, timeout_s)
+        _, bootstrap = found
+        await connect(bootstrap.new_data_parallel_master_ip, bootstrap.coord_store_port)
+        return found
 
     async def _wait_for_ready_ranks(
         self,
