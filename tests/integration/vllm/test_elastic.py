@@ -109,6 +109,22 @@ def test_a_joiner_whose_death_is_told_is_not_waited_for(group: Group, fault: str
     assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
 
 
+def test_nobody_serves_slower_for_a_joiner_that_stands_still_and_is_given_up(group: Group) -> None:
+    """What a rank closed of the new group waited for the joiner: its peers threw a step away after
+    20 s, and went on without it."""
+    group.join("stop-stream")
+    group.tell_scale(3, (0, 1))
+    time.sleep(1.5)
+    group._ranks.tell(to=0, do="tell-failure", why="it stands still")
+    for answer in group.hear_scale((0, 1)):
+        assert "it stands still" in answer["error"]
+        assert answer["s"] < 10
+        assert (answer["width"], answer["longest_gap_s"] < 1) == (2, True)
+    group.lose(2)
+    group.join()
+    assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_death_that_is_told_before_the_others_know_of_the_operation(
     group: Group, rank: int

@@ -14,6 +14,7 @@ from vllm.distributed.elastic_ep import elastic_state
 
 from dynamo_elastic.engine.vllm.elastic.groups import (
     agree,
+    close_beside,
     close_gloo,
     connect_gloo,
     open_store,
@@ -139,8 +140,9 @@ class ElasticState(_UpstreamState):  # type: ignore[misc, valid-type]
         if future is not None:
             future.add_done_callback(_close_result)
         self._prepare_executor.shutdown(wait=False)
-        close_gloo(self.new_dp_group)
+        held = [self.new_dp_group]
         self.new_dp_group = None
+        close_beside(held)
 
     def _tell(self, reason: str) -> None:
         """On the store of the operation and on the one in force: vLLM's coordinators look at both.
