@@ -158,10 +158,9 @@ class GroupEngine(VllmEngine):
     async def abort_epoch(self, epoch: Epoch) -> None:
         """Raises EngineError if it is in force, or if all ranks have come to switch to it."""
         pending, reason = self._epochs.pending, f"epoch {epoch} was aborted"
-        committing = self._commits(epoch)
-        if self._epochs.is_in_force(epoch) or (
-            committing and not await self._group.withdraw(reason)
-        ):
+        # Asked twice: what it commits may fail by itself while it is withdrawn.
+        withdrawn = not self._commits(epoch) or await self._group.withdraw(reason)
+        if self._epochs.is_in_force(epoch) or (self._commits(epoch) and not withdrawn):
             raise EngineError(f"epoch {epoch} is in force, or about to be")
         if pending is not None and pending.epoch <= epoch:
             await self._end_pending(reason)

@@ -4,7 +4,7 @@ vLLM's, or nothing."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -39,9 +39,9 @@ def narrower(engines: Engines, size: int) -> None:
 class Engines:
     """The engines of a group, asked by rank, and the steps of an operation."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, faults: Mapping[int, str] | None = None) -> None:
         self._ranks = ranks
-        self.group = Group(ranks, SIZE, DYNAMO_ELASTIC_VLLM_PARK_LEAVERS="1")
+        self.group = Group(ranks, SIZE, faults=faults, DYNAMO_ELASTIC_VLLM_PARK_LEAVERS="1")
 
     def tell(self, rank: int, name: str, /, **params: Any) -> None:
         self._ranks.tell(to=rank, do="engine", name=name, params=params)
@@ -183,3 +183,20 @@ def test_a_leaver_dies_when_all_are_ready_to_go_on_without_it(engines: Engines) 
     said = engines.on(range(2), "status")
     assert [(s["state"], s["epoch"], s["world_size"]) for s in said] == [("serving", 3, 2)] * 2
     engines.serve_on(range(2))
+
+
+def test_an_epoch_is_aborted_while_its_ranks_go_on_without_one(ranks: Ranks) -> None:
+    """Their coordinator gives up what it is at when a rank dies: it gave up their going on as well,
+    and they ended with it."""
+    engines = Engines(ranks, {1: "late-commit"})
+    try:
+        engines.scale(1, SIZE)
+        engines.prepare(2, 2)
+        engines.group.lose(2)
+        time.sleep(1.0)  # They have agreed, and wait for the late one.
+        engines.on(range(2), "abort_epoch", epoch=2)
+        narrower(engines, 2)
+        engines.scale(3, 2)
+        engines.serve_on(range(2))
+    finally:
+        engines.group.lose(*sorted(engines.group.alive))

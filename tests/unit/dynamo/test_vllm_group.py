@@ -443,6 +443,34 @@ def test_a_decision_that_one_rank_missed_can_be_withdrawn_from_all() -> None:
     run(body)
 
 
+def test_a_commit_that_fails_while_it_is_withdrawn_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank dies in it: the others go on without that one before they are asked again."""
+
+    async def body() -> None:
+        async with deployment(2, 3) as it:
+            await it.open(2, 3)
+            await it.connect(2, 3)
+            await it.engines[0].decide(Epoch(2))
+            group = it.world.groups[0]
+
+            async def withdraw(_: str) -> bool:
+                assert group.mine is not None
+                group.mine.coming.update((0, 1))
+                group.mine.error = "a step failed"
+                with pytest.raises(EngineError, match="step failed"):
+                    await it.engines[0].wait_switched(Epoch(2), timeout_s=1)
+                return False
+
+            monkeypatch.setattr(group, "withdraw", withdraw)
+            await it.engines[0].abort_epoch(Epoch(2))
+            with pytest.raises(EngineError, match="not open"):
+                await it.engines[0].decide(Epoch(2))
+
+    run(body)
+
+
 def test_an_epoch_that_all_have_switched_to_is_not_aborted() -> None:
     async def body() -> None:
         async with deployment(2, 3) as it:

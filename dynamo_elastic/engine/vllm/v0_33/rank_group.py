@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 from vllm.distributed.elastic_ep.external_elastic_ep import ExternalElasticEPScalePhase
-from vllm.v1.engine import ReconfigureDistributedRequest
 
 from dynamo_elastic.engine.vllm.elastic.meeting import EPOCH_KEY, error_of
 from dynamo_elastic.engine.vllm.group import Summons
 from dynamo_elastic.engine.vllm.v0_33.operation import EXECUTE
 from dynamo_elastic.engine.vllm.v0_33.stores import store_at
+from dynamo_elastic.engine.vllm.v0_33.waits import bootstrap_of
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.types import Rank
 
@@ -76,10 +75,12 @@ class VllmRankGroup:
 
     async def give_up(self, reason: str) -> None:
         with self._told("give up"):
+            await self._coordinator.survived()
             await self._coordinator.give_up(reason)
 
     async def withdraw(self, reason: str) -> bool:
         with self._told("withdraw"):
+            await self._coordinator.survived()
             return bool(await self._coordinator.withdraw(reason))
 
     def summons(self) -> Summons | None:
@@ -95,9 +96,7 @@ class VllmRankGroup:
             [key(operation, "prepared")]
         ):
             return None
-        bootstrap = msgspec.msgpack.decode(
-            store.get(key(operation, "bootstrap")), type=ReconfigureDistributedRequest
-        )
+        bootstrap = bootstrap_of(store, operation)
         return Summons(
             operation, bootstrap.new_data_parallel_size, self._commits(operation, bootstrap)
         )

@@ -101,10 +101,15 @@ class SurvivingCoordinator(ElasticCoordinator):
 
     async def settled(self) -> None:
         """Return once no operation is under way, and nobody is to be done without."""
-        if self._survival is not None:
-            await asyncio.wait([self._survival])
+        await self.survived()
         async with self._operating:
             pass
+
+    async def survived(self) -> None:
+        """Return once nobody is to be done without: the operation that does that is nobody's to
+        give up."""
+        if self._survival is not None:
+            await asyncio.wait([self._survival])
 
     async def process_engine_core_notification(self, notification_data: tuple[str, Any]) -> None:
         kind, said = notification_data

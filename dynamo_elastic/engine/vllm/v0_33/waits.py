@@ -7,7 +7,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 from vllm.distributed.elastic_ep.external_elastic_ep import ExternalElasticEPScaleCoordinator
+from vllm.v1.engine import ReconfigureDistributedRequest
 
 from dynamo_elastic.engine.vllm.elastic.meeting import (
     GOES_BACK,
@@ -173,6 +175,12 @@ class PatientCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         self._old_server = server
         if not suppress_errors:
             server.raise_if_failed()
+
+
+def bootstrap_of(store: Any, epoch: str) -> Any:
+    """What rank 0 has said of an operation: a ReconfigureDistributedRequest."""
+    said = store.get(PatientCoordinator.key(epoch, "bootstrap"))
+    return msgspec.msgpack.decode(said, type=ReconfigureDistributedRequest)
 
 
 def _first_word(store: Any, key: str, mine: str) -> str:
