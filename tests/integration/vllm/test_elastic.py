@@ -140,6 +140,39 @@ def test_a_death_that_is_told_before_the_others_know_of_the_operation(
     assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
 
 
+def given_up_before(group: Group) -> None:
+    """Rank 0 has prepared three ranks, and has been told that it comes to nothing."""
+    group._ranks.tell(to=0, do="scale", width=3)
+    time.sleep(0.5)
+    group._ranks.tell(to=0, do="tell-failure", why="its process ended")
+    assert "its process ended" in group._ranks.answer(0)["error"]
+
+
+def test_a_rank_that_comes_after_rank_0_has_given_up_does_not_wait_for_long(ranks: Ranks) -> None:
+    """Seen on a GPU: it answered when the next operation came."""
+    group = Group(ranks, DYNAMO_ELASTIC_VLLM_GROUP_TIMEOUT_S="3")
+    try:
+        given_up_before(group)
+        (answer,) = group.scale(3, (1,))
+        assert "too late" in answer["error"]
+        assert "its process ended" in answer["error"]
+        assert answer["s"] < 10  # of the 30 s that it would have had
+        group.join()
+        assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
+    finally:
+        group.lose(*sorted(group.alive))
+
+
+def test_a_rank_that_has_missed_an_operation_may_be_the_first_at_the_next(group: Group) -> None:
+    given_up_before(group)
+    group.join()
+    group.tell_scale(3, (1,))
+    time.sleep(1)
+    group.tell_scale(3, (0,))
+    for answer in group.hear_scale((0, 1)):
+        assert (answer["error"], answer["width"]) == ("", 3)
+
+
 def test_nobody_who_joins_is_given_up_at_the_deadline(ranks: Ranks) -> None:
     group = Group(ranks, DYNAMO_ELASTIC_VLLM_PREPARE_TIMEOUT_S="3")
     try:

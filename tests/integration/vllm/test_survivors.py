@@ -110,6 +110,17 @@ def test_nobody_goes_on_with_too_few_slots(ranks: Ranks) -> None:
     assert "cannot retain all model experts" in ended(ranks, group, 0)
 
 
+def test_a_rank_that_waits_for_rank_0_to_begin_is_not_taken_for_dead(group: Group) -> None:
+    """It said no word before its wait had ended, and rank 0 went on without it."""
+    group.tell_scale(2, (1,))
+    time.sleep(0.3)
+    group.lose(2)
+    (answer,) = group.hear_scale((1,))
+    assert "a step failed" in answer["error"]
+    for said in narrowed(group, 2):
+        assert said["recent_gap_s"] < GAP_S
+
+
 def test_a_rank_dies_while_another_joins(ranks: Ranks) -> None:
     """That operation is over, and the next one ends well."""
     group = Group(ranks, 2)

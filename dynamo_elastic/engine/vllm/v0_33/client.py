@@ -142,6 +142,7 @@ class ElasticCoordinator(PatientCoordinator):
         prepared = self.prepared_scale
         self.tell_failure(reason)
         self.abort_prepared(reason)
+        self.end_wait(reason)
         if prepared is not None:
             await self._undo(reason)
 

@@ -145,6 +145,7 @@ class SurvivingCoordinator(ElasticCoordinator):
             self._store().set(FAULT_KEY, "1")
             self.tell_failure("a step failed")
             self.abort_prepared("a step failed")
+        self.end_wait("a step failed")
 
     async def _agreed_size(self, word: Word) -> int:
         """Of the group that goes on, with this rank. Raises EngineError if that does not."""

@@ -5,6 +5,7 @@ joins."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
@@ -16,10 +17,13 @@ from dynamo_elastic.engine.vllm.elastic.meeting import (
     RESUME,
     RESUMES,
     arrival_key,
+    error_of,
+    operation_of,
     resume_key,
 )
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33.stores import connect, made_at
+from dynamo_elastic.errors import EngineError
 
 COMMITS, WITHDRAWN = "commit", "withdrawn"
 """What can become of an operation that all are ready for."""
@@ -32,6 +36,8 @@ class PatientCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
 
     prepared_scale: Any
     """vLLM's own: the operation that can be committed."""
+    active_epoch: str | None
+    """vLLM's own: the last operation that this rank has heard of."""
 
     def __init__(self, client: Any) -> None:
         super().__init__(client)
@@ -41,6 +47,8 @@ class PatientCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
         self._old_server: Any = None
         self._next_store: Any = None
         """Rank 0's, for the operation that it begins next."""
+        self._no_more: asyncio.Future[str] | None = None
+        """Of a wait for rank 0's next operation: why it is over."""
 
     @staticmethod
     async def _sleep_with_backoff(backoff_step: int) -> int:
@@ -97,16 +105,48 @@ class PatientCoordinator(ExternalElasticEPScaleCoordinator):  # type: ignore[mis
 
     async def _wait_for_bootstrap(self, store: Any, requested_new_dp_size: int, **_: Any) -> Any:
         """Rank 0's next operation, whatever became of the last."""
-        key = self.key("current_epoch")
-        if store.check([key]):
-            epoch = store.get(key).decode()
-            if self._get_error(store, epoch) is not None:
-                self.active_epoch = epoch
+        missed = self._missed(store, requested_new_dp_size)
         timeout_s = self._settings.prepare_timeout_s
-        found = await super()._wait_for_bootstrap(store, requested_new_dp_size, timeout_s)
+        if missed:
+            timeout_s = min(timeout_s, self._settings.group_timeout_s)
+        next_one = super()._wait_for_bootstrap(store, requested_new_dp_size, timeout_s)
+        try:
+            found = await self._unless_over(next_one)
+        except TimeoutError as exc:
+            if missed:
+                raise EngineError(f"this rank came too late to it: {missed}") from exc
+            raise
         _, bootstrap = found
         await connect(bootstrap.new_data_parallel_master_ip, bootstrap.coord_store_port)
         return found
+
+    def _missed(self, store: Any, size: int) -> str:
+        """Why the last operation failed, if this rank hears of it now, and it was for `size` ranks:
+        what this rank waits for is that one, which is over, or else comes soon."""
+        epoch, error = operation_of(store), error_of(store)
+        if error is None or epoch == self.active_epoch:
+            return ""
+        self.active_epoch = epoch
+        return error if bootstrap_of(store, epoch).new_data_parallel_size == size else ""
+
+    async def _unless_over(self, wait: Coroutine[Any, Any, Any]) -> Any:
+        """What `wait` returns. Raises EngineError when end_wait() comes first."""
+        self._no_more = asyncio.get_running_loop().create_future()
+        waited = asyncio.ensure_future(wait)
+        try:
+            await asyncio.wait([waited, self._no_more], return_when=asyncio.FIRST_COMPLETED)
+            if not waited.done():
+                raise EngineError(self._no_more.result())
+            return waited.result()
+        finally:
+            waited.cancel()
+            self._no_more = None
+
+    def end_wait(self, reason: str) -> None:
+        """Whoever waits here for rank 0's next operation goes, and leaves the way free for what has
+        to be done now. Idempotent."""
+        if self._no_more is not None and not self._no_more.done():
+            self._no_more.set_result(reason)
 
     async def _wait_for_ready_ranks(
         self,
