@@ -142,7 +142,8 @@ async def inject(
     ended_s = time.monotonic()
     await session.tier.end(range(left, width) if act.retained else [victim])
     back = (left - 1, left) if lower and left > 1 else (width,)
-    following = await _next(session, (left, *back), range(left, width))
+    targets = (left, *back)
+    following = await _next(session, clients, targets, range(left, width))
     after_s = time.monotonic()
     await clients.stop()
     hurt_s = saboteur.acted_s or began_s
@@ -153,7 +154,7 @@ async def inject(
         acted_after_s=round(hurt_s - began_s, 3), operations=operations,
         silent_s=_silent_s(clients, range(left), began_s, ended_s),
         seen=asdict(seen(clients.streams, began_s, ended_s)), next=following, next_ok=ok,
-        next_silent_s=_silent_s(clients, range(left), ended_s, after_s),
+        next_silent_s=_silent_s(clients, range(min(targets)), ended_s, after_s),
         tokens=await _judged(session, affected[-_JUDGED:]),
     )  # fmt: skip
     return ok
@@ -194,14 +195,16 @@ async def _watched(
 
 
 async def _next(
-    session: Session, targets: Sequence[int], joiners: Sequence[int]
+    session: Session, clients: Clients, targets: Sequence[int], joiners: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """What follows, until an operation fails: then nobody of `joiners` is left."""
+    """What follows, until an operation fails: then nobody of `joiners` is left. Clients of ranks
+    that leave go on at the others."""
     found = []
     for target in targets:
         before = session.group.width
         if target == before:
             continue
+        clients.move(range(target, before), range(min(target, before)))
         found.append(await session.resize(target))
         if not found[-1]["ok"]:
             await session.tier.end(joiners)

@@ -15,8 +15,9 @@ import multiprocessing
 import os
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from queue import Empty
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,7 +86,9 @@ class Mover:
 
     def move(self, layer: Layer, how: str, experts: int) -> list[dict[str, Any]]:
         """The first `experts` of the layer come to the last rank, TURNS times."""
-        coordinator = SimpleNamespace(cpu_group=self._group, device_communicator=None)
+        coordinator = SimpleNamespace(
+            cpu_group=self._group, device_group=self._group, device_communicator=None
+        )
         made = self._create[how](coordinator, "nixl", [layer.weights], layer.room)
         made.set_stream(self._stream)
         found = [self._turn(layer, made, experts) for _ in range(TURNS)]
@@ -185,6 +188,19 @@ def be_rank(rank: int, port: int, device: str, said: Any) -> None:
         said.put(found)
 
 
+def _heard(said: Any, ranks: Sequence[Any]) -> dict[str, Any]:
+    """Raises RuntimeError if a rank has ended without a word."""
+    until_s = time.monotonic() + 3 * TIMEOUT_S
+    while time.monotonic() < until_s:
+        failed = [rank.exitcode for rank in ranks if rank.exitcode]
+        with suppress(Empty):
+            found: dict[str, Any] = said.get(timeout=1)
+            return found
+        if failed:
+            break
+    raise RuntimeError("a rank has failed, see above")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -201,7 +217,7 @@ def main() -> None:
     for process in ranks:
         process.start()
     try:
-        found = said.get(timeout=3 * TIMEOUT_S)
+        found = _heard(said, ranks)
     finally:
         for process in ranks:
             process.join(20)
