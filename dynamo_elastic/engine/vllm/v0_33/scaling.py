@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -180,6 +179,8 @@ class ElasticScaling(RestingWorker, ElasticEPScalingExecutor):  # type: ignore[m
         come with prepare_new_worker(), graphs with warmup_new_worker(). Returns seconds by part."""
         laps = Laps()
         self._settings = ElasticSettings.from_environment()  # of a life after an image
+        self._leaver.map_memory()
+        laps.mark("memory")
         dp_utils._skip_dp_coordination.set(False)
         config = self.worker.vllm_config
         parallel = config.parallel_config
@@ -191,13 +192,7 @@ class ElasticScaling(RestingWorker, ElasticEPScalingExecutor):  # type: ignore[m
         seat = groups.Seat(rank, size * parallel.world_size, self.worker.local_rank, "nccl")
         _replace_active_groups(world=seat, dp=seat, ep=None, eplb=None, node_count=1)
         self._over = threading.Event()
-        with (
-            set_current_vllm_config(config),
-            groups.operation(self._over),
-            ThreadPoolExecutor(1, "map-memory") as beside,
-        ):
-            # Nothing looks at weights before the switch.
-            mapped = beside.submit(self._map_memory)
+        with set_current_vllm_config(config), groups.operation(self._over):
             standby_state.create_standby_groups(
                 new_dp_size=size,
                 new_world_size_across_dp=size * parallel.world_size,
@@ -210,18 +205,9 @@ class ElasticScaling(RestingWorker, ElasticEPScalingExecutor):  # type: ignore[m
             laps.mark("buffer")
             self._prepare_eplb_communicator(standby_state.get_standby_eplb_group())
             laps.mark("expert moves")
-            mapped.result()
-            laps.mark("memory")
             self.switch_and_prepare()
             laps.mark("switch")
         return laps.s
-
-    def _map_memory(self) -> None:
-        """In a thread of its own: that has the first GPU until it is told."""
-        device = self.worker.device
-        if device.type != "cpu":
-            torch.accelerator.set_device_index(device.index)
-        self._leaver.map_memory()
 
     def warmup_new_worker(self) -> None:
         """A rank that comes back is warm; its graphs are captured again if they must be."""
