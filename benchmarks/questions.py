@@ -39,6 +39,8 @@ class Question:
     """A plot of its own, beside that of the numbers."""
 
 
+_ONE_GPU_OR_MORE = (("", "vllm_elastic"), (", one GPU for all", "vllm_elastic_shared_rounds"))
+
 QUESTIONS = (
     Question(
         "How long does a scale-up take?",
@@ -146,6 +148,14 @@ QUESTIONS = (
             Ours("of the copy rate of the same run", "gpu_stream", "best_of_copy", "x"),
             Ours("rebinding the graphs to a new group", "gpu_rebind", "rebind_s"),
             Ours("capturing them anew", "gpu_rebind", "recapture_s"),
+            Ours("vLLM: experts", "vllm_elastic_moves", "staged_pool_gbytes_per_s", "GB/s"),
+            Ours(
+                "upstream vLLM, in the same run",
+                "vllm_elastic_moves",
+                "read_in_place_pool_gbytes_per_s",
+                "GB/s",
+            ),
+            Ours("vLLM: dense weights", "vllm_elastic_moves", "dense_gbytes_per_s", "GB/s"),
         ),
         (),
         ("modelexpress_weights_s", "modelexpress_gpu_gbps"),
@@ -164,7 +174,8 @@ QUESTIONS = (
         "A joiner of a vLLM group dies: how long has nobody who stays a token?",
         (
             *(
-                Ours(f"vLLM, {what}", "vllm_elastic", f"fault_{name}_silent_s")
+                Ours(f"vLLM, {what}{where}", result, f"fault_{name}_silent_s")
+                for where, result in _ONE_GPU_OR_MORE
                 for what, name in (
                     ("killed when it was restored", "joiner_killed_restored"),
                     ("killed in the middle of its weights", "joiner_killed_in_stream"),
@@ -181,12 +192,17 @@ QUESTIONS = (
                     ("killed at the commit", "joiner_killed_at_commit"),
                 )
             ),
-            Ours("vLLM: tokens that were wrong", "vllm_elastic", "faults_wrong_tokens", "tokens"),
-            Ours(
-                "vLLM: faults after which the next operation failed",
-                "vllm_elastic",
-                "faults_next_failed",
-                "faults",
+            *(
+                Ours(f"vLLM: {what}{where}", result, metric, unit)
+                for where, result in _ONE_GPU_OR_MORE
+                for what, metric, unit in (
+                    ("tokens that were wrong", "faults_wrong_tokens", "tokens"),
+                    (
+                        "faults after which the next operation failed",
+                        "faults_next_failed",
+                        "faults",
+                    ),
+                )
             ),
             Ours(
                 "upstream vLLM: the same",
@@ -199,18 +215,23 @@ QUESTIONS = (
     Question(
         "A vLLM group goes up and down again and again: what grows, as a share?",
         (
-            Ours("rounds", "vllm_elastic", "rounds", "rounds"),
-            Ours("host memory of a rank", "vllm_elastic", "rounds_rss_bytes_growth", "x"),
-            Ours("GPU memory of a rank", "vllm_elastic", "rounds_gpu_bytes_growth", "x"),
-            Ours("descriptors of a rank", "vllm_elastic", "rounds_descriptors_growth", "x"),
-            Ours("threads of a rank", "vllm_elastic", "rounds_threads_growth", "x"),
-            Ours("time of a scale-up", "vllm_elastic", "rounds_up_s_growth", "x"),
-            Ours("time of a scale-down", "vllm_elastic", "rounds_down_s_growth", "x"),
-            Ours(
-                "log-likelihood of a prompt, largest difference",
-                "vllm_elastic",
-                "prompts_max_abs_err",
-                "nat",
+            *(
+                Ours(f"{what}{where}", result, metric, unit)
+                for where, result in _ONE_GPU_OR_MORE
+                for what, metric, unit in (
+                    ("rounds", "rounds", "rounds"),
+                    ("host memory of a rank", "rounds_rss_bytes_growth", "x"),
+                    ("GPU memory of a rank", "rounds_gpu_bytes_growth", "x"),
+                    ("descriptors of a rank", "rounds_descriptors_growth", "x"),
+                    ("threads of a rank", "rounds_threads_growth", "x"),
+                    ("time of a scale-up", "rounds_up_s_growth", "x"),
+                    ("time of a scale-down", "rounds_down_s_growth", "x"),
+                    (
+                        "log-likelihood of a prompt, largest difference",
+                        "prompts_max_abs_err",
+                        "nat",
+                    ),
+                )
             ),
         ),
     ),
