@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 import types
+from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -102,6 +103,12 @@ def fault(name: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def patience() -> timedelta | None:
+    """Of vLLM's flag --cpu-distributed-timeout-seconds, here PATIENCE_S."""
+    given = os.environ.get("PATIENCE_S")
+    return timedelta(seconds=float(given)) if given else None
+
+
 def parallel_config(rank: int, size: int, port: int, rpc_port: int) -> Any:
     redundant = int(os.environ.get("REDUNDANT", EXPERTS))
     return types.SimpleNamespace(
@@ -110,7 +117,7 @@ def parallel_config(rank: int, size: int, port: int, rpc_port: int) -> Any:
         data_parallel_master_ip=HOST, data_parallel_master_port=0,
         _data_parallel_master_port_list=[], _coord_store_port=port, data_parallel_external_lb=True,
         data_parallel_rpc_port=rpc_port, enable_elastic_ep=True, elastic_ep_max_dp_size=4,
-        use_all2all=False, all2all_backend="nixl_ep", cpu_distributed_timeout=None,
+        use_all2all=False, all2all_backend="nixl_ep", cpu_distributed_timeout=patience(),
         eplb_config=types.SimpleNamespace(num_redundant_experts=redundant), world_size=1,
         tensor_parallel_size=1, enable_eplb=True,
     )  # fmt: skip

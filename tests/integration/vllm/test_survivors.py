@@ -70,6 +70,18 @@ def test_the_others_serve_on_without_a_rank_that_stands_still_in_a_step(ranks: R
         group.lose(*sorted(group.alive))
 
 
+def test_the_others_serve_on_without_a_rank_that_stands_still_and_is_not_masked(
+    ranks: Ranks,
+) -> None:
+    """They wait for it in an exchange, as long as vLLM's flag says; no socket closes."""
+    group = Group(ranks, 3, faults={2: "stop-step"}, PATIENCE_S="1")
+    try:
+        for said in narrowed(group, 2):
+            assert said["recent_gap_s"] < 1 + GAP_S
+    finally:
+        group.lose(*sorted(group.alive))
+
+
 def test_a_slow_rank_is_not_taken_for_dead(ranks: Ranks) -> None:
     """Ranks exchange words at every 16th step alone: one of them saw it 0.8 s after the other."""
     group = Group(ranks, 3, faults={1: "slow"})

@@ -18,7 +18,7 @@ from vllm.distributed import stateless_coordinator
 from vllm.distributed.device_communicators.all2all import NixlEPAll2AllManager
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.parallel_state import _get_unique_name, _register_group
-from vllm.distributed.utils import StatelessProcessGroup
+from vllm.distributed.utils import StatelessProcessGroup, get_cpu_distributed_timeout_or_none
 from vllm.platforms import current_platform
 from vllm.v1.worker import gpu_worker
 
@@ -77,7 +77,7 @@ class SlimGroup(_Upstream):  # type: ignore[misc, valid-type]
         index, ranks = next((i, list(r)) for i, r in enumerate(group_ranks) if global_rank in r)
         self.ranks, self.world_size = ranks, len(ranks)
         self.rank_in_group = ranks.index(global_rank)
-        self.cpu_timeout = None
+        self.cpu_timeout = get_cpu_distributed_timeout_or_none()
         self._connect(coord_store, f"{group_name}-{index}")
         self.device = self._device()
         self.use_device_communicator = use_device_communicator

@@ -127,6 +127,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook("vllm.distributed.parallel_state", "_replace_active_groups",
          ("world", "dp", "ep", "eplb", "node_count")),
     Hook("vllm.distributed.utils", "StatelessProcessGroup"),
+    Hook("vllm.distributed.utils", "get_cpu_distributed_timeout_or_none"),
     Hook("vllm.distributed.device_communicators.all2all", "NixlEPAll2AllManager._buffer"),
     Hook("vllm.distributed.device_communicators.all2all", "NixlEPAll2AllManager._lock"),
     Hook(_EPLB, "compute_logical_maps", ("physical_to_logical_map", "num_logical_experts")),
