@@ -303,6 +303,11 @@ class StepLoop:
         self._send(outputs)
         return len(outputs)
 
+    @property
+    def over(self) -> bool:
+        """It was detached: no step is made any more, and no call taken."""
+        return self._over
+
     def detach(self) -> None:
         """Close the group that this rank left; run() ends. Raises EngineError of a rank that is in
         a group, or about to be."""

@@ -23,7 +23,7 @@ from dynamo_elastic.engine.base import (
 from dynamo_elastic.engine.reference.epochs import Epochs
 from dynamo_elastic.engine.reference.feed import Feed
 from dynamo_elastic.engine.reference.loop import StepLoop
-from dynamo_elastic.errors import EngineError
+from dynamo_elastic.errors import EngineError, EngineGone
 from dynamo_elastic.topology import ExpertMove, Topology
 from dynamo_elastic.types import Epoch, Rank, WorkerId
 
@@ -53,7 +53,13 @@ class ReferenceEngine:
     async def _prepare(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)
 
+    def _require_life(self) -> None:
+        """Its socket is there for a moment longer than this life of the engine."""
+        if self._loop.over:
+            raise EngineGone(f"{self._attach.incarnation} is detached")
+
     async def _in_loop(self, function: Callable[[], T]) -> T:
+        self._require_life()
         try:
             future = asyncio.wrap_future(self._loop.calls.put(function))
             return await asyncio.wait_for(future, _LOOP_TIMEOUT_S)
@@ -61,6 +67,7 @@ class ReferenceEngine:
             raise EngineError("the step loop is stuck in a step") from exc
 
     async def status(self) -> EngineStatus:
+        self._require_life()
         loop = self._loop
         current = loop.current
         return EngineStatus(
