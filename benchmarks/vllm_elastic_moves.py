@@ -28,7 +28,7 @@ from dynamo_elastic.engine.vllm.elastic.flags import elastic_environment
 HOST, TIMEOUT_S = "127.0.0.1", 120.0
 EXPERTS, HIDDEN, WIDTH = 128, 2048, 768
 FEW = 8
-"""Experts that vLLM's communicator moves out of the pool, where it takes long."""
+"""Experts that vLLM's communicator moves out of the pool, where it may take long."""
 TURNS = 3
 DENSE = (400, 8 << 20)
 """Tensors that all ranks have alike, and bytes of each."""

@@ -30,6 +30,13 @@ def test_ranks_ask_no_name_server(ranks: Ranks) -> None:
     assert "Temporary failure in name resolution" in asked.stderr
 
 
+def comes_back(ranks: Ranks, group: Group) -> None:
+    """Rank 2, which has left, joins the two others again."""
+    ranks.tell(to=2, do="attach")
+    assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
+    assert ranks.hear(lambda w: bool(w.get("attached")))["error"] == ""
+
+
 def test_no_loop_stands_still_while_it_connects_to_a_store(ranks: Ranks) -> None:
     """torch looks names up for that; all streams of a front end waited for the answer."""
     group = Group(ranks, DYNAMO_ELASTIC_VLLM_PARK_LEAVERS="1")
@@ -38,9 +45,7 @@ def test_no_loop_stands_still_while_it_connects_to_a_store(ranks: Ranks) -> None
         assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
         for _ in range(2):
             assert [a["error"] for a in group.scale(2, (0, 1, 2))] == ["", "", ""]
-            ranks.tell(to=2, do="attach")
-            assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
-            assert ranks.hear(lambda w: bool(w.get("attached")))["error"] == ""
+            comes_back(ranks, group)
         assert [group.facts(rank)["connects"] for rank in range(3)] == [0, 0, 0]
     finally:
         group.lose(*sorted(group.alive))
@@ -192,10 +197,7 @@ def test_a_leaver_comes_back(ranks: Ranks) -> None:
         for _ in range(2):
             assert [a["error"] for a in group.scale(2, (0, 1, 2))] == ["", "", ""]
             tokens = group.facts(2)["tokens"]
-            ranks.tell(to=2, do="attach")
-            assert [a["error"] for a in group.scale(3, (0, 1))] == ["", ""]
-            attached = ranks.hear(lambda w: bool(w.get("attached")))
-            assert attached["error"] == ""
+            comes_back(ranks, group)
             back, retained = group.facts(2), group.facts(0)
             assert back["dense"] == pytest.approx(retained["dense"])
             assert back["scales"] == retained["scales"]

@@ -141,7 +141,7 @@ class ExpertExchange:
         try:
             for rank, of_one in pieces.items():
                 remote, there = self._peers[rank]
-                whole = list(merged(of_one))
+                whole = merged(of_one)
                 here = self._out.data_ptr()
                 ours = [Span(here + p.here, p.size_bytes, self._device) for p in whole]
                 theirs = [Span(there.address + p.there, p.size_bytes, there.device) for p in whole]
@@ -200,26 +200,20 @@ def _placed(load: list[Wanted]) -> list[tuple[Placed, Wanted]]:
     return placed
 
 
-def merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
     """Pieces that lie together at both ends are one. Pure.
 
-    >>> list(merged([Piece(0, 8, 4), Piece(4, 12, 4), Piece(8, 0, 4)]))
+    >>> merged([Piece(0, 8, 4), Piece(4, 12, 4), Piece(8, 0, 4)])
     [Piece(here=0, there=8, size_bytes=8), Piece(here=8, there=0, size_bytes=4)]
     """
-    last: Piece | None = None
+    whole: list[Piece] = []
     for piece in pieces:
-        if last is None:
-            last = piece
-        elif (last.here + last.size_bytes, last.there + last.size_bytes) == (
-            piece.here,
-            piece.there,
-        ):
-            last = Piece(last.here, last.there, last.size_bytes + piece.size_bytes)
+        last = whole[-1] if whole else Piece(-1, -1, 0)
+        if piece.here - last.here == piece.there - last.there == last.size_bytes:
+            whole[-1] = Piece(last.here, last.there, last.size_bytes + piece.size_bytes)
         else:
-            yield last
-            last = piece
-    if last is not None:
-        yield last
+            whole.append(piece)
+    return whole
 
 
 def _parts(expert: Expert, region: Tensor, at: int) -> Iterator[tuple[Tensor, Tensor]]:

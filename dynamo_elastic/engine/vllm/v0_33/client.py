@@ -17,7 +17,7 @@ from dynamo_elastic.engine.vllm.elastic.guard import Stage
 from dynamo_elastic.engine.vllm.elastic.meeting import EPOCH_KEY, error_of, publish_error
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.engine.vllm.v0_33 import routes
-from dynamo_elastic.engine.vllm.v0_33.stores import connect, store_at
+from dynamo_elastic.engine.vllm.v0_33.stores import connect, store_in_force
 from dynamo_elastic.engine.vllm.v0_33.waits import WITHDRAWN, PatientCoordinator
 from dynamo_elastic.errors import EngineError
 
@@ -154,11 +154,7 @@ class ElasticCoordinator(PatientCoordinator):
         """give_up() of a commit that not every rank has come to, whoever of them comes yet; False
         if all have. Of a rank that joins, too."""
         prepared, parallel = self.prepared_scale, self.client.vllm_config.parallel_config
-        store = (
-            prepared.reconfig_store
-            if prepared is not None
-            else store_at(parallel.data_parallel_master_ip, parallel._coord_store_port)
-        )
+        store = prepared.reconfig_store if prepared is not None else store_in_force(parallel)
         epoch = prepared.epoch if prepared is not None else store.get(EPOCH_KEY).decode()
         if self._verdict(store, epoch, WITHDRAWN) != WITHDRAWN:
             return False
@@ -175,7 +171,7 @@ class ElasticCoordinator(PatientCoordinator):
         """End the operation that is being prepared, on all ranks: whoever watches the joiners knows
         that one is gone. Does nothing if there is none."""
         parallel = self.client.vllm_config.parallel_config
-        in_force = store_at(parallel.data_parallel_master_ip, parallel._coord_store_port)
+        in_force = store_in_force(parallel)
         if self._is_known(in_force):
             self._tell(in_force, reason)
         elif self._early is not None:

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import all_gather_object
 from vllm.distributed.eplb import eplb_state
@@ -114,8 +113,8 @@ def install() -> None:
     def created(
         group_coordinator: Any,
         backend: str,
-        expert_weights: Sequence[Sequence[torch.Tensor]],
-        expert_buffer: Sequence[torch.Tensor],
+        expert_weights: Sequence[Expert],
+        expert_buffer: Sequence[Tensor],
     ) -> Any:
         if backend == BACKEND:
             return StagedMoves(group_coordinator.cpu_group, expert_weights)

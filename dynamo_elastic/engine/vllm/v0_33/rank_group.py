@@ -13,7 +13,7 @@ from vllm.distributed.elastic_ep.external_elastic_ep import ExternalElasticEPSca
 from dynamo_elastic.engine.vllm.elastic.meeting import EPOCH_KEY, error_of
 from dynamo_elastic.engine.vllm.group import Summons
 from dynamo_elastic.engine.vllm.v0_33.operation import EXECUTE
-from dynamo_elastic.engine.vllm.v0_33.stores import store_at
+from dynamo_elastic.engine.vllm.v0_33.stores import store_at, store_in_force
 from dynamo_elastic.engine.vllm.v0_33.waits import bootstrap_of
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.types import Rank
@@ -88,7 +88,7 @@ class VllmRankGroup:
             return self._summons()
 
     def _summons(self) -> Summons | None:
-        store = self._store()
+        store = store_in_force(self._parallel)
         if not store.check([EPOCH_KEY]) or error_of(store) is not None:
             return None
         key, operation = self._coordinator.key, store.get(EPOCH_KEY).decode()
@@ -109,11 +109,6 @@ class VllmRankGroup:
             return True
         phase = store.get(key(operation, "phase")).decode()
         return bool(phase == ExternalElasticEPScalePhase.COMMITTING)
-
-    def _store(self) -> Any:
-        """That of the group in force."""
-        parallel = self._parallel
-        return store_at(parallel.data_parallel_master_ip, parallel._coord_store_port)
 
     async def released(self) -> None:
         """The engine core answers when it has let go."""

@@ -24,6 +24,11 @@ def store_at(host: str, port: int) -> Any:
     return _connected(host, port)
 
 
+def store_in_force(parallel: Any) -> Any:
+    """store_at() of the group that a rank of this ParallelConfig is in."""
+    return store_at(parallel.data_parallel_master_ip, parallel._coord_store_port)
+
+
 async def connect(host: str, port: int) -> None:
     """Beside the loop; store_at() answers at once after that. Raises RuntimeError."""
     await asyncio.to_thread(store_at, host, port)

@@ -23,7 +23,7 @@ from dynamo_elastic.engine.vllm.elastic.survivors import (
 )
 from dynamo_elastic.engine.vllm.v0_33.client import ElasticCoordinator
 from dynamo_elastic.engine.vllm.v0_33.faults import FAULT
-from dynamo_elastic.engine.vllm.v0_33.stores import store_at
+from dynamo_elastic.engine.vllm.v0_33.stores import store_in_force
 from dynamo_elastic.errors import EngineError
 
 _LOOK_EVERY_S = 0.05
@@ -97,7 +97,7 @@ class SurvivingCoordinator(ElasticCoordinator):
         parallel = self.client.vllm_config.parallel_config
         if self._watched is not None and self._watched_port == parallel._coord_store_port:
             return self._watched
-        return store_at(parallel.data_parallel_master_ip, parallel._coord_store_port)
+        return store_in_force(parallel)
 
     async def settled(self) -> None:
         """Return once no operation is under way, and nobody is to be done without."""
