@@ -141,13 +141,16 @@ def test_two_copies_of_a_tree_share_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_left_of_a_session_ends_after_its_leader_has() -> None:
-    script = "sleep 600 & echo $!; exec sleep 0"
+    script = "sleep 600 & echo $!; read -r go"
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+        ["sh", "-c", script], stdin=pipe, stdout=pipe, text=True, start_new_session=True
     ) as shell:
         leader = identify(shell.pid)
+        assert shell.stdin is not None
         assert shell.stdout is not None
         left = int(shell.stdout.readline())
+        shell.stdin.close()
         shell.wait(10)
     orphan = identify(left)
     assert leader is not None
