@@ -12,10 +12,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from dynamo_elastic.dynamo.vllm_service import Replica, VllmEngine
-from dynamo_elastic.engine.base import Attach, EngineState, SwitchReport
+from dynamo_elastic.engine.base import Attach, EngineState, EngineStatus, SwitchReport
 from dynamo_elastic.engine.vllm.epochs import Membership
 from dynamo_elastic.engine.vllm.group import GroupEpochs, RankGroup, Stage
 from dynamo_elastic.engine.vllm.requests import Requests
@@ -61,6 +62,14 @@ class GroupEngine(VllmEngine):
         if self._was_member and not self._group.size:
             return EngineState.LEFT
         return super()._state()
+
+    async def status(self) -> EngineStatus:
+        """As a replica's; `masked` are ranks of the epoch in force without which the group has gone
+        on by itself, dead or alive."""
+        said, size = await super().status(), self._group.size
+        if not size or self._epochs.pending is not None:
+            return said
+        return replace(said, masked=tuple(map(Rank, range(size, said.world_size))))
 
     async def open_epoch(self, epoch: Epoch, rank: Rank, world_size: int) -> dict[str, Any]:
         """Raises EngineError for another rank than it has in its group."""

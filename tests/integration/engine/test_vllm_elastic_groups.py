@@ -5,11 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import ReduceOp
@@ -19,6 +22,7 @@ from dynamo_elastic.engine.vllm.elastic.groups import (
     agree,
     close_gloo,
     connect_gloo,
+    expect_steps,
     open_store,
     reduce,
 )
@@ -118,6 +122,16 @@ def test_those_who_serve_decide_alike(
         close_gloo(group)
     # Whatever came of it, the old group is as good as before.
     assert all_of(*(lambda r=r: reduce(old[r], [r], ReduceOp.MAX, 5) for r in (0, 1))) == [[1], [1]]
+
+
+def test_a_peer_that_does_not_come_to_a_step_fails_it_in_time(port: int) -> None:
+    """torch.distributed gives no deadline, and neither does vLLM, whose workers exchange so."""
+    group, _ = two_that_serve(port)
+    expect_steps(group, timedelta(seconds=0.3))
+    began_s = time.monotonic()
+    with pytest.raises(RuntimeError):
+        torch.distributed.all_reduce(torch.zeros(4, dtype=torch.int32), group=group)
+    assert time.monotonic() - began_s < TIMEOUT_S
 
 
 def test_a_group_that_one_rank_never_joins_is_not_made(port: int) -> None:

@@ -39,6 +39,7 @@ from vllm.utils.network_utils import make_zmq_socket
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EEP_NOTIFICATION_CALL_ID, EngineCoreRequestType
 from vllm.v1.engine.core import EngineShutdownState
+from vllm.v1.worker import dp_utils
 
 import dynamo_elastic.engine.vllm.v0_33.executor  # puts our classes in place
 import dynamo_elastic.engine.vllm.v0_33.worker  # noqa: F401 - the same, in the worker
@@ -120,6 +121,7 @@ def parallel_config(rank: int, size: int, port: int, rpc_port: int) -> Any:
         use_all2all=False, all2all_backend="nixl_ep", cpu_distributed_timeout=patience(),
         eplb_config=types.SimpleNamespace(num_redundant_experts=redundant), world_size=1,
         tensor_parallel_size=1, enable_eplb=True,
+        disable_nccl_for_dp_synchronization=True,
     )  # fmt: skip
 
 
@@ -316,11 +318,23 @@ class Core(our_core.ElasticEngineCore):
             fault("step")
             if _mine["fault"] == "sees-fault":
                 raise RuntimeError("Fault detected in EP all2all communication")
+        self._agree_on_batch()
         self.scheduler.tokens_s.append(time.monotonic())
         return True
 
     def execute_dummy_batch(self) -> None:
         time.sleep(STEP_S)
+        self._agree_on_batch()
+
+    def _agree_on_batch(self) -> None:
+        """As vLLM's workers do in each step, and as its executor says that one has failed; here
+        with BATCHES alone."""
+        if not os.environ.get("BATCHES") or self.dp_group is None:
+            return
+        try:
+            dp_utils._run_ar(False, 1, 1, 0, self.vllm_config.parallel_config)
+        except Exception as exc:  # torch's log of it has an error of its own
+            raise RuntimeError(f"Worker failed with error '{exc}'") from exc
 
     def capture_iteration_details(self, _: Any) -> Any:
         return contextlib.nullcontext()

@@ -39,9 +39,12 @@ def narrower(engines: Engines, size: int) -> None:
 class Engines:
     """The engines of a group, asked by rank, and the steps of an operation."""
 
-    def __init__(self, ranks: Ranks, faults: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self, ranks: Ranks, faults: Mapping[int, str] | None = None, **environment: str
+    ) -> None:
         self._ranks = ranks
-        self.group = Group(ranks, SIZE, faults=faults, DYNAMO_ELASTIC_VLLM_PARK_LEAVERS="1")
+        environment |= {"DYNAMO_ELASTIC_VLLM_PARK_LEAVERS": "1"}
+        self.group = Group(ranks, SIZE, faults=faults, **environment)
 
     def tell(self, rank: int, name: str, /, **params: Any) -> None:
         self._ranks.tell(to=rank, do="engine", name=name, params=params)
@@ -171,6 +174,20 @@ def test_an_eviction_finds_the_group_without_the_rank_that_died(engines: Engines
     engines.on(range(2), "connect_epoch", **connect(3, 3))
     engines.commit(3, 2)
     engines.serve_on(range(3))
+
+
+def test_a_rank_that_stands_still_is_done_without_and_named(ranks: Ranks) -> None:
+    """Its process lives: that the others step without it is all that a coordinator can know."""
+    engines = Engines(ranks, {2: "stop-step"}, DYNAMO_ELASTIC_VLLM_STEP_TIMEOUT_S="1", BATCHES="1")
+    try:
+        engines.scale(1, SIZE)
+        narrower(engines, 2)
+        assert [s["masked"] for s in engines.on(range(2), "status")] == [[2], [2]]
+        engines.scale(2, 2)
+        assert [s["masked"] for s in engines.on(range(2), "status")] == [[], []]
+        engines.serve_on(range(2))
+    finally:
+        engines.group.lose(*sorted(engines.group.alive))
 
 
 def test_a_leaver_dies_when_all_are_ready_to_go_on_without_it(engines: Engines) -> None:

@@ -70,11 +70,20 @@ def test_the_others_serve_on_without_a_rank_that_stands_still_in_a_step(ranks: R
         group.lose(*sorted(group.alive))
 
 
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PATIENCE_S": "1"},
+        {"DYNAMO_ELASTIC_VLLM_STEP_TIMEOUT_S": "1"},
+        {"DYNAMO_ELASTIC_VLLM_STEP_TIMEOUT_S": "1", "BATCHES": "1"},
+    ],
+    ids=["flag", "engines", "workers"],
+)
 def test_the_others_serve_on_without_a_rank_that_stands_still_and_is_not_masked(
-    ranks: Ranks,
+    ranks: Ranks, environment: dict[str, str]
 ) -> None:
-    """They wait for it in an exchange, as long as vLLM's flag says; no socket closes."""
-    group = Group(ranks, 3, faults={2: "stop-step"}, PATIENCE_S="1")
+    """They wait for it in an exchange, of engines or of workers, for a second; no socket closes."""
+    group = Group(ranks, 3, faults={2: "stop-step"}, **environment)
     try:
         for said in narrowed(group, 2):
             assert said["recent_gap_s"] < 1 + GAP_S

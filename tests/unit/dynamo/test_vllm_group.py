@@ -335,6 +335,26 @@ def test_a_rank_that_died_while_nobody_had_work_is_found_out_by_the_eviction() -
     run(body)
 
 
+def test_a_rank_that_the_group_has_gone_on_without_is_named_until_it_is_evicted() -> None:
+    async def body() -> None:
+        async with deployment(3, 3) as it:
+
+            async def masks() -> list[tuple[Rank, ...]]:
+                return [(await engine.status()).masked for engine in it.engines[:2]]
+
+            assert await masks() == [(), ()]
+            for group in it.world.groups[:2]:
+                group.size = 2
+            assert await masks() == [(2,), (2,)]
+            await it.open(2, 2)
+            assert await masks() == [(), ()], "the next epoch may be about to be in force"
+            await it.connect(2, 2)
+            await it.decide(2, 2)
+            assert await masks() == [(), ()]
+
+    run(body)
+
+
 def test_a_leaver_asks_a_store_that_does_not_answer_again() -> None:
     async def body() -> None:
         async with deployment(2, 2) as it:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -82,6 +83,8 @@ def test_settings_come_from_the_environment() -> None:
     given = {"DYNAMO_ELASTIC_VLLM_PREPARE_TIMEOUT_S": "30", "PATH": "/bin"}
     settings = ElasticSettings.from_environment(given)
     assert settings == ElasticSettings(prepare_timeout_s=30.0)
+    assert settings.step_timeout(None) == timedelta(minutes=1)
+    assert settings.step_timeout(timedelta(seconds=5)) == timedelta(seconds=5), "vLLM's own flag"
     count = ElasticSettings.from_environment({"DYNAMO_ELASTIC_VLLM_REBALANCE_AFTER_STEPS": "7"})
     assert count.rebalance_after_steps == 7
 

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllreduceOptions, ProcessGroupGloo, ReduceOp
 
-_SERVING_TIMEOUT = timedelta(minutes=30)
-"""Once a group is connected: a peer that serves may stand still for longer than a joiner may."""
+_BOOT_TIMEOUT = timedelta(minutes=30)
+"""Once a group is connected: ranks that boot wait there for each other's compilers."""
 
 
 def open_store(host: str, port: int, timeout_s: float) -> TCPStore:
@@ -41,8 +41,14 @@ def connect_gloo(store: Store, name: str, rank: int, size: int, timeout_s: float
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         group._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, backend)
-    backend._set_default_timeout(_SERVING_TIMEOUT)
+    backend._set_default_timeout(_BOOT_TIMEOUT)
     return group
+
+
+def expect_steps(group: ProcessGroup, timeout: timedelta) -> None:
+    """The ranks of `group`, of connect_gloo(), serve from now on: an exchange to which one does not
+    come within `timeout` raises RuntimeError on all others. Idempotent."""
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
 class Numbers:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any
 
 from dynamo_elastic.errors import ConfigError
@@ -27,6 +28,9 @@ class ElasticSettings:
     fault_timeout_s: float = 0.4
     """After a step that failed because a rank died: for those who live to say so. Who has not is
     done without."""
+    step_timeout_s: float = 60.0
+    """For a rank that serves to come to an exchange of each step; who does not is taken for dead.
+    Longer than any step, with what is compiled in it."""
     poll_s: float = 0.005
     """Between two looks at the store."""
     rebalance_after_steps: int = 100
@@ -40,6 +44,10 @@ class ElasticSettings:
     environment of its identity, so that copies of an image listen on ports of their own."""
     rebind_graphs: bool = True
     """A rank that comes back goes on with the graphs that it has; else it captures them again."""
+
+    def step_timeout(self, given: timedelta | None) -> timedelta:
+        """`step_timeout_s`, unless vLLM's `--cpu-distributed-timeout-seconds` is given."""
+        return timedelta(seconds=self.step_timeout_s) if given is None else given
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> ElasticSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -44,6 +45,7 @@ class ElasticEngineCore(RestingCore, core.DPEngineCoreProc):  # type: ignore[mis
     engine_index: int
     available_gpu_memory_for_kv_cache: int
     _hurry = False
+    _step_timeout = timedelta(0)
     _last: ElasticState | None = None
     """The last operation, also when it is over."""
 
@@ -55,6 +57,16 @@ class ElasticEngineCore(RestingCore, core.DPEngineCoreProc):  # type: ignore[mis
         self.dp_rank, self.dp_size = parallel.data_parallel_rank, parallel.data_parallel_size
         settings = ElasticSettings.from_environment()
         self.dp_group, self.dp_store = connect_engines(parallel, settings, threading.Event())
+
+    def run_busy_loop(self) -> None:
+        self._expect_steps(ElasticSettings.from_environment())
+        self.model_executor.collective_rpc(EXECUTE, args=("expect_steps",))
+        super().run_busy_loop()
+
+    def _expect_steps(self, settings: ElasticSettings) -> None:
+        """Nobody boots any more in the group in force."""
+        given = self.vllm_config.parallel_config.cpu_distributed_timeout
+        self._step_timeout = settings.step_timeout(given)
 
     def join_group(self, group: ProcessGroup, store: Any, values: list[int]) -> None:
         """`group` is in force; `values` are running, wave and step that its ranks agreed on."""
@@ -142,8 +154,7 @@ class ElasticEngineCore(RestingCore, core.DPEngineCoreProc):  # type: ignore[mis
         words = torch.tensor(
             [int(local_unfinished), int(self.pending_pause), int(hurry)], dtype=torch.int32
         )
-        timeout = self.vllm_config.parallel_config.cpu_distributed_timeout
-        cpu_all_reduce_(words, self.dp_group, timeout=timeout)
+        cpu_all_reduce_(words, self.dp_group, timeout=self._step_timeout)
         unfinished, pausing, hurrying = words.tolist()
         size = self.dp_group.size()
         self._hurry = hurrying > 0
@@ -167,6 +178,7 @@ class ElasticEngineCore(RestingCore, core.DPEngineCoreProc):  # type: ignore[mis
             if self.eep_scaling_state is not None:
                 self._join(settings)
             reduce(self.dp_group, [0], ReduceOp.MAX, settings.group_timeout_s)
+            self._expect_steps(settings)
         super().resume_scheduler()
 
     def _join(self, settings: ElasticSettings) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -46,6 +47,9 @@ class LocalGroup(Seat):
         """Nobody knows of it."""
 
     def barrier(self) -> None:
+        """Nobody else is there."""
+
+    def expect_steps(self, timeout: timedelta) -> None:
         """Nobody else is there."""
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:

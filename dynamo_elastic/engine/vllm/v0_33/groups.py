@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ from vllm.distributed.utils import StatelessProcessGroup, get_cpu_distributed_ti
 from vllm.platforms import current_platform
 from vllm.v1.worker import gpu_worker
 
-from dynamo_elastic.engine.vllm.elastic.groups import close_gloo, connect_gloo, open_store
+from dynamo_elastic.engine.vllm.elastic.groups import (
+    close_gloo,
+    connect_gloo,
+    expect_steps,
+    open_store,
+)
 from dynamo_elastic.engine.vllm.elastic.meeting import Meeting, Words
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings
 from dynamo_elastic.errors import EngineError
@@ -128,6 +134,11 @@ class SlimGroup(_Upstream):  # type: ignore[misc, valid-type]
             use_all2all=True,
             words=self.tcp_store_group,
         )
+
+    def expect_steps(self, timeout: timedelta) -> None:
+        """As elastic.groups.expect_steps(), whichever of vLLM's two ways an exchange goes."""
+        self.cpu_timeout = timeout
+        expect_steps(self.cpu_group, timeout)
 
     def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
         """By way of the host; what comes is on the device of `input_`."""

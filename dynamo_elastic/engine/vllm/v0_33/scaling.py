@@ -117,7 +117,16 @@ class ElasticScaling(RestingWorker, ElasticEPScalingExecutor):  # type: ignore[m
         retired: tuple[Any, ...] = super().switch_and_prepare()
         layers = [m for m in self._model().modules() if is_moe_layer(m)]
         alone.keep_expert_maps(layers, self.worker.device)
+        self.expect_steps()
         return retired
+
+    def expect_steps(self) -> None:
+        """Nobody boots any more in the groups in force. Those of EPLB's thread are left alone: what
+        it moves may take its time."""
+        given = self.worker.vllm_config.parallel_config.cpu_distributed_timeout
+        timeout = self._settings.step_timeout(given)
+        for group in (get_dp_group(), get_ep_group()):
+            group.expect_steps(timeout)
 
     def commit_scale_up(self, is_existing_worker: bool) -> None:
         """Experts come to the joiners later, in the background, by vLLM's own rebalancing."""
