@@ -144,6 +144,9 @@ class Scaling(ElasticScaling):
     def switch_and_prepare(self) -> tuple[Any, ...]:
         standby = standby_state.pop_standby_groups()
         retired: tuple[Any, ...] = parallel_state._replace_active_groups(**standby)
+        size = self.reconfig_request.new_data_parallel_size
+        self.worker.vllm_config.parallel_config.data_parallel_size = size
+        self.expect_steps()
         return retired
 
     def commit_scale_up(self, is_existing_worker: bool) -> None:

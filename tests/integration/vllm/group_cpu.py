@@ -19,7 +19,7 @@ from vllm.distributed.eplb import eplb_state  # noqa: E402
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: E402
     CPUUnquantizedExperts,
 )
-from vllm.v1.worker import cpu_worker, dp_utils  # noqa: E402
+from vllm.v1.worker import cpu_worker  # noqa: E402
 
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings  # noqa: E402
 from dynamo_elastic.engine.vllm.v0_33 import groups  # noqa: E402
@@ -58,8 +58,6 @@ def _init_founder(
     config: Any, rank: int, method: Any = None, local_rank: int = -1, *_: Any
 ) -> None:
     _upstream(config, rank, method, local_rank, "gloo")
-    # There is no batch to agree on where nothing is dispatched.
-    dp_utils._skip_dp_coordination.set(True)
 
 
 if not ElasticSettings.from_environment().detached:
@@ -103,7 +101,6 @@ class Scaling(detached_cpu.Scaling):  # type: ignore[misc]
             self._start_group_cleanup(self.switch_and_prepare())
         else:
             self.receive_expert_mapping()
-        dp_utils._skip_dp_coordination.set(True)
         parallel_state._EP.device_communicator = _communicator(parallel_state._EP)
 
     def warm_and_capture(self) -> None:

@@ -85,12 +85,12 @@ def incarnation_of(config: DeploymentConfig, slot: int) -> Incarnation:
     return found.incarnation
 
 
-def kill_rank_2(config: DeploymentConfig) -> Incarnation:
+def hit_rank_2(config: DeploymentConfig, sign: signal.Signals) -> Incarnation:
     """All of its processes at once."""
     found = read_record(config.control_dir(2))
     assert found is not None
     for pid in tree_of(found.process.pid):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, sign)
     return found.incarnation
 
 
@@ -124,14 +124,19 @@ async def scale_and_back(work_dir: Path) -> None:
             await asyncio.sleep(2)
         before = summarize(list(load.results), reference)
         stay = [incarnation_of(config, slot) for slot in range(2)]
-        lost = kill_rank_2(config)
-        await in_force(deployment, 2, without=lost)
-        await asyncio.sleep(2)
+        for sign in (signal.SIGKILL, signal.SIGSTOP):
+            lost = hit_rank_2(config, sign)
+            await in_force(deployment, 2, without=lost)
+            await asyncio.sleep(2)
+            await load.stop()
+            summary = summarize(load.results, reference)
+            assert (summary.requests_failed, summary.errors) == (0, ())
+            await in_force(deployment, 3, without=lost)
+            assert [incarnation_of(config, slot) for slot in range(2)] == stay
+            load = Load(deployment.url, config.model.name, short_prompts(), CLIENTS)
+            load.start()
+            await load.wait_for_each_prompt(timeout_s=240)
         await load.stop()
-        await in_force(deployment, 3, without=lost)
-        assert [incarnation_of(config, slot) for slot in range(2)] == stay
-        summary = summarize(load.results, reference)
-        assert (summary.requests_failed, summary.errors) == (0, ())
         # Who has to go on in the middle of a text gets other draws for the same seed.
         assert before.tokens_equal
         pids = set(deployment.supervisor.pids.values())
@@ -148,5 +153,7 @@ def test_ranks_join_leave_and_come_back_under_load(
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     # Two cores for three ranks: a joiner that is well may need more than the 0.8 s of a GPU host.
     monkeypatch.setenv("DYNAMO_ELASTIC_VLLM_COMMIT_TIMEOUT_S", "5")
+    # One that stands still is known to be dead after this.
+    monkeypatch.setenv("DYNAMO_ELASTIC_VLLM_STEP_TIMEOUT_S", "10")
     assert os.access(PYTHON, os.X_OK)
     asyncio.run(scale_and_back(tmp_path))
