@@ -19,12 +19,12 @@ from dynamo_elastic.dynamo.vllm_service import Replica, VllmEngine
 from dynamo_elastic.engine.base import Attach, EngineState, EngineStatus, SwitchReport
 from dynamo_elastic.engine.vllm.epochs import Membership
 from dynamo_elastic.engine.vllm.group import GroupEpochs, RankGroup, Stage
+from dynamo_elastic.engine.vllm.leave import leave
 from dynamo_elastic.engine.vllm.requests import Requests
 from dynamo_elastic.errors import EngineError
 from dynamo_elastic.topology import Topology
 from dynamo_elastic.types import Epoch, Rank, WorkerId
 
-_FOLLOW_POLL_S = 0.01
 _LEAVE_TIMEOUT_S = 20.0
 """For a leaver to be out of its group, and then for it to let go of its memory."""
 _GIVE_UP_TIMEOUT_S = 10.0
@@ -130,6 +130,8 @@ class GroupEngine(VllmEngine):
             raise EngineError(f"epoch {epoch} is {self._epochs.stage} here, and can't be decided")
         self._epochs.move(Stage.COMMITTING)
         self._work = asyncio.ensure_future(self._commit(member))
+        # Who withdraws it may never ask how it ended.
+        self._work.add_done_callback(lambda work: work.cancelled() or work.exception())
 
     async def _commit(self, member: Membership) -> None:
         """`member` is in force, or over: then the ranks went on in the group that they had."""
@@ -197,35 +199,8 @@ class GroupEngine(VllmEngine):
             raise EngineError("rank 0 keeps the group, and never leaves")
         moved = await super().drain(short_tokens=short_tokens, timeout_s=timeout_s)
         if self._following is None:
-            self._following = asyncio.create_task(self._follow())
+            self._following = asyncio.create_task(leave(self._group, self._epochs.left))
         return moved
-
-    async def _follow(self) -> None:
-        """Return once this rank has left. An operation that comes to nothing is followed by
-        another; a store that does not answer is asked again."""
-        seen, trouble = "", ""
-        while self._group.size:
-            try:
-                called = self._group.summons()
-                new = called is not None and called.operation != seen
-                if called is not None and new and called.size <= self._group.rank:
-                    seen = called.operation
-                    await self._leave(called.size)
-            except EngineError as exc:
-                if str(exc) != trouble:
-                    _log.warning("rank %d stays for now: %s", self._group.rank, exc)
-                trouble = str(exc)
-            await asyncio.sleep(_FOLLOW_POLL_S)
-        self._epochs.left()
-
-    async def _leave(self, size: int) -> None:
-        await self._group.prepare(size)
-        while (called := self._group.summons()) is not None and not called.commits:
-            await asyncio.sleep(_FOLLOW_POLL_S)
-        if called is not None:
-            await self._group.commit()
-        else:
-            await self._group.give_up("rank 0 has given it up")
 
     async def readmit(self) -> None:
         """Raises EngineError if this rank has left."""

@@ -20,7 +20,7 @@ from vllm.distributed.eplb import eplb_state  # noqa: E402
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: E402
     CPUUnquantizedExperts,
 )
-from vllm.v1.worker import cpu_worker, dp_utils  # noqa: E402
+from vllm.v1.worker import cpu_worker  # noqa: E402
 
 import dynamo_elastic.engine.vllm.v0_33.worker  # noqa: E402, F401 - it puts our groups in place
 from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings  # noqa: E402
@@ -151,8 +151,7 @@ class Scaling(ElasticScaling):
 
     def commit_scale_up(self, is_existing_worker: bool) -> None:
         self.mapping = self.receive_expert_mapping().tolist()
-        # The others agree on no batch; and vLLM's dispatch of the CPU needs a communicator.
-        dp_utils._skip_dp_coordination.set(True)
+        # vLLM's dispatch of the CPU needs one.
         parallel_state._EP.device_communicator = Communicator(None)
 
     def joined(self) -> dict[str, Any]:

@@ -327,9 +327,9 @@ class Core(our_core.ElasticEngineCore):
         self._agree_on_batch()
 
     def _agree_on_batch(self) -> None:
-        """As vLLM's workers do in each step, and as its executor says that one has failed; here
-        with BATCHES alone."""
-        if not os.environ.get("BATCHES") or self.dp_group is None:
+        """As vLLM's workers do in each step, and as its executor says that one has failed; not with
+        BATCHES=0."""
+        if os.environ.get("BATCHES") == "0" or self.dp_group is None:
             return
         try:
             dp_utils._run_ar(False, 1, 1, 0, self.vllm_config.parallel_config)

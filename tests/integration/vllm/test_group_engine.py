@@ -178,7 +178,7 @@ def test_an_eviction_finds_the_group_without_the_rank_that_died(engines: Engines
 
 def test_a_rank_that_stands_still_is_done_without_and_named(ranks: Ranks) -> None:
     """Its process lives: that the others step without it is all that a coordinator can know."""
-    engines = Engines(ranks, {2: "stop-step"}, DYNAMO_ELASTIC_VLLM_STEP_TIMEOUT_S="1", BATCHES="1")
+    engines = Engines(ranks, {2: "stop-step"}, DYNAMO_ELASTIC_VLLM_STEP_TIMEOUT_S="1")
     try:
         engines.scale(1, SIZE)
         narrower(engines, 2)

@@ -74,8 +74,8 @@ def test_the_others_serve_on_without_a_rank_that_stands_still_in_a_step(ranks: R
     "environment",
     [
         {"PATIENCE_S": "1"},
+        {"DYNAMO_ELASTIC_VLLM_STEP_TIMEOUT_S": "1", "BATCHES": "0"},
         {"DYNAMO_ELASTIC_VLLM_STEP_TIMEOUT_S": "1"},
-        {"DYNAMO_ELASTIC_VLLM_STEP_TIMEOUT_S": "1", "BATCHES": "1"},
     ],
     ids=["flag", "engines", "workers"],
 )

@@ -58,6 +58,8 @@ class Group:
     def __init__(self, world: World, rank: int, size: int) -> None:
         self.world, self.rank, self.size = world, Rank(rank), size
         self.mine: Operation | None = None
+        self.prepared: Operation | None = None
+        """What can be committed here, also if it is over for all others."""
         self.stuck = False
         """Stands still instead of getting ready."""
         self.deaf = 0
@@ -65,9 +67,11 @@ class Group:
         self.said: list[str] = []
         self.holds = False
         """Does not let go of its memory."""
+        self.late = False
+        """Takes its time with what all have come to commit."""
 
     async def prepare(self, size: int) -> None:
-        if self.size == size:
+        if self.size == size or (self.prepared is not None and self.prepared.size == size):
             return
         world = self.world
         if self.rank == 0:
@@ -92,21 +96,27 @@ class Group:
             if self.rank < operation.size:
                 operation.ready.add(self.rank)
             await self._until(lambda: operation.ready == set(range(operation.size)))
+            self.prepared = operation
         except asyncio.CancelledError:
             operation.error = "cancelled"
             raise
 
     async def commit(self) -> None:
-        operation = self.mine
+        operation, self.prepared = self.prepared, None
         assert operation is not None
         operation.coming.add(self.rank)
-        await self._until(lambda: operation.coming == set(range(operation.before)))
+        try:
+            await self._until(lambda: operation.coming == set(range(operation.before)))
+        except asyncio.CancelledError:
+            operation.error = operation.error or "cancelled"
+            raise
         operation.verdict = operation.verdict or "commit"
         operation.check()
+        await self._until(lambda: not self.late)
         self._switch(operation)
 
     async def serving(self) -> None:
-        operation = self.mine
+        operation, self.prepared = self.prepared, None
         assert operation is not None
         await self._until(lambda: operation.verdict == "commit")
         self._switch(operation)
@@ -116,6 +126,7 @@ class Group:
         self.said.append(f"in {self.size}")
 
     async def give_up(self, reason: str) -> None:
+        self.prepared = None
         if self.mine is not None and self.mine.verdict != "commit":
             self.mine.error = self.mine.error or reason
 
@@ -407,6 +418,67 @@ def test_an_operation_that_is_given_up_while_the_leaver_is_ready_for_it() -> Non
             assert await it.states() == [(S.SERVING, 1, 3)] * 3
             await it.engines[2].drain(short_tokens=0, timeout_s=0.0)
             await it.scale(3, 2)
+            await it.engines[2].detach()
+            assert it.detached == [2]
+
+    run(body)
+
+
+async def ready_to_leave(it: Deployment, epoch: int) -> None:
+    """Of three ranks the last is to leave; all are ready for that, and know it."""
+    await it.engines[2].drain(short_tokens=0, timeout_s=0.0)
+    await it.open(epoch, 2)
+    await it.connect(epoch, 2)
+    while it.world.groups[2].prepared is None:
+        await asyncio.sleep(POLL_S)
+
+
+def test_a_leaver_that_is_readmitted_at_once_has_nothing_left_of_its_leave() -> None:
+    """It committed what was over when it was to leave again, and the others waited for it."""
+
+    async def body() -> None:
+        async with deployment(3, 3) as it:
+            await ready_to_leave(it, 2)
+            await on(it.engines[:2], lambda e: e.abort_epoch(Epoch(2)))
+            await it.engines[2].readmit()
+            assert it.world.groups[2].prepared is None
+            await ready_to_leave(it, 3)
+            assert [r.epoch for r in await it.decide(3, 2)] == [3, 3]
+            await it.engines[2].detach()
+            assert it.detached == [2]
+
+    run(body)
+
+
+def test_a_leaver_that_is_readmitted_before_all_have_come_to_commit_stays() -> None:
+    async def body() -> None:
+        async with deployment(3, 3) as it:
+            await ready_to_leave(it, 2)
+            await it.engines[0].decide(Epoch(2))
+            operation = it.world.operation
+            assert operation is not None
+            while 2 not in operation.coming:
+                await asyncio.sleep(POLL_S)
+            await it.engines[2].readmit()
+            with pytest.raises(EngineError):
+                await it.engines[0].wait_switched(Epoch(2), timeout_s=1.0)
+            assert await it.states() == [(S.SERVING, 1, 3)] * 3
+
+    run(body)
+
+
+def test_a_leaver_that_is_readmitted_when_all_have_come_to_commit_leaves() -> None:
+    async def body() -> None:
+        async with deployment(3, 3) as it:
+            await ready_to_leave(it, 2)
+            it.world.groups[2].late = True
+            assert [r.epoch for r in await it.decide(2, 2)] == [2, 2]
+            readmitted = asyncio.create_task(it.engines[2].readmit())
+            await asyncio.sleep(10 * POLL_S)
+            it.world.groups[2].late = False
+            with pytest.raises(EngineError, match="has left"):
+                await readmitted
+            assert await it.states() == [(S.SERVING, 2, 2)] * 2 + [(S.LEFT, 0, 0)]
             await it.engines[2].detach()
             assert it.detached == [2]
 
