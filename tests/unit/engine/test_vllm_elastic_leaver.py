@@ -10,6 +10,7 @@ import torch
 from dynamo_elastic.errors import RebindRefused
 
 BUFFER = "dynamo_elastic.engine.vllm.v0_33.buffer"
+MOVES = "dynamo_elastic.engine.vllm.v0_33.expert_moves"
 
 
 class Graphs:
@@ -47,7 +48,10 @@ def leaver(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A Leaver without vLLM and without a GPU."""
     buffer: Any = ModuleType(BUFFER)
     buffer.destroy = lambda: None
+    moves: Any = ModuleType(MOVES)
+    moves.StagedMoves = type("StagedMoves", (), {})
     monkeypatch.setitem(sys.modules, BUFFER, buffer)
+    monkeypatch.setitem(sys.modules, MOVES, moves)
     monkeypatch.delitem(sys.modules, "dynamo_elastic.engine.vllm.v0_33.leaver", raising=False)
     from dynamo_elastic.engine.vllm.v0_33 import leaver as module
 

@@ -29,8 +29,8 @@ class ElasticSettings:
     """After a step that failed because a rank died: for those who live to say so. Who has not is
     done without."""
     step_timeout_s: float = 60.0
-    """For a rank that serves to come to an exchange of each step; who does not is taken for dead.
-    Longer than any step, with what is compiled in it."""
+    """For a rank that serves to come to an exchange in which others wait for it; who does not is
+    taken for dead. Longer than one is ever behind the others, also when it compiles something."""
     poll_s: float = 0.005
     """Between two looks at the store."""
     rebalance_after_steps: int = 100
