@@ -19,9 +19,7 @@ from vllm.distributed.eplb import eplb_state  # noqa: E402
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: E402
     CPUUnquantizedExperts,
 )
-from vllm.v1.worker import cpu_worker  # noqa: E402
 
-from dynamo_elastic.engine.vllm.elastic.settings import ElasticSettings  # noqa: E402
 from dynamo_elastic.engine.vllm.v0_33 import groups  # noqa: E402
 from dynamo_elastic.engine.vllm.v0_33.detached import NoMoves  # noqa: E402
 from dynamo_elastic.engine.vllm.v0_33.scaling import ElasticScaling  # noqa: E402
@@ -51,17 +49,6 @@ def _communicator(group: Any, *_: Any) -> Any:
 CPUUnquantizedExperts.apply = _apply_all
 groups.SlimGroup._communicator = _communicator  # type: ignore[method-assign, assignment]
 eplb_state.create_eplb_communicator = lambda *_, **__: NoMoves()
-_upstream = cpu_worker.init_worker_distributed_environment
-
-
-def _init_founder(
-    config: Any, rank: int, method: Any = None, local_rank: int = -1, *_: Any
-) -> None:
-    _upstream(config, rank, method, local_rank, "gloo")
-
-
-if not ElasticSettings.from_environment().detached:
-    cpu_worker.init_worker_distributed_environment = _init_founder
 
 
 class Executor(detached_cpu.Executor):  # type: ignore[misc]

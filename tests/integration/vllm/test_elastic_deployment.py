@@ -107,15 +107,27 @@ async def in_force(deployment: Deployment, ranks: int, *, without: Incarnation) 
         await asyncio.sleep(0.1)
 
 
+async def served(deployment: Deployment) -> Load:
+    """Clients that go on, all of whose prompts were answered once."""
+    load = Load(deployment.url, deployment.config.model.name, short_prompts(), CLIENTS)
+    load.start()
+    await load.wait_for_each_prompt(timeout_s=240)
+    return load
+
+
+async def end_without_failure(load: Load, reference: dict[str, str]) -> None:
+    await load.stop()
+    summary = summarize(load.results, reference)
+    assert (summary.requests_failed, summary.errors) == (0, ())
+
+
 async def scale_and_back(work_dir: Path) -> None:
     config = deployment_config(work_dir)
     async with running(config, print) as deployment:
         up = await scale_to(deployment, 3, timeout_s=BOOT_TIMEOUT_S)
         assert restored_from(up) == {Tier.COLD}
         # Not before: beside requests a boot takes many times as long on two cores.
-        load = Load(deployment.url, config.model.name, short_prompts(), CLIENTS)
-        load.start()
-        await load.wait_for_each_prompt(timeout_s=240)
+        load = await served(deployment)
         reference = reference_texts(load.results)
         for _ in range(2):
             await scale_to(deployment, 2)
@@ -128,15 +140,11 @@ async def scale_and_back(work_dir: Path) -> None:
             lost = hit_rank_2(config, sign)
             await in_force(deployment, 2, without=lost)
             await asyncio.sleep(2)
-            await load.stop()
-            summary = summarize(load.results, reference)
-            assert (summary.requests_failed, summary.errors) == (0, ())
+            await end_without_failure(load, reference)
             await in_force(deployment, 3, without=lost)
             assert [incarnation_of(config, slot) for slot in range(2)] == stay
-            load = Load(deployment.url, config.model.name, short_prompts(), CLIENTS)
-            load.start()
-            await load.wait_for_each_prompt(timeout_s=240)
-        await load.stop()
+            load = await served(deployment)
+        await end_without_failure(load, reference)
         # Who has to go on in the middle of a text gets other draws for the same seed.
         assert before.tokens_equal
         pids = set(deployment.supervisor.pids.values())
